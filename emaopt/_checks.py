@@ -1,0 +1,453 @@
+"""Every boundary check, and the wording of every error.
+
+Facts that are static under ``jit`` (structure, shape, dtype) raise the
+``AssertionError`` of chex while tracing; wrong hyperparameters raise
+``ValueError`` or ``TypeError`` where they are given.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.experimental import checkify
+
+PyTree = Any
+PyTreeDef = Any
+
+
+def is_masked(node: Any) -> bool:
+    """Whether ``node`` stands for a leaf that is not averaged."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def concrete(value: Any) -> bool:
+    """Whether the elements of ``value`` can be read now."""
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def dtype_of(leaf: Any) -> np.dtype:
+    """The dtype JAX gives ``leaf``; object where it is no array at all."""
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    try:
+        return np.dtype(jnp.result_type(leaf))
+    except TypeError:
+        return np.dtype(object)
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether ``leaf`` is a real or complex number or an array of them."""
+    dtype = dtype_of(leaf)
+    if dtype == jax.dtypes.float0:
+        return False
+    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether ``leaf`` is a floating-point or complex number or array."""
+    return is_number(leaf) and jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+
+
+def output_dtype(leaf: Any) -> np.dtype:
+    """The dtype of the average of ``leaf``: its own, float32 for integers."""
+    return dtype_of(leaf) if is_inexact(leaf) else np.dtype(np.float32)
+
+
+def where(path: jax.tree_util.KeyPath) -> str:
+    """How an error names the leaf at ``path``."""
+    return f"at {jax.tree_util.keystr(path)}" if path else "at the root"
+
+
+def wide_dtype(*dtypes: Any) -> np.dtype:
+    """The least dtype of at least float32 that holds all of ``dtypes``."""
+    full = np.dtype(np.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        for dtype in dtypes:
+            if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32:
+                full = np.dtype(jnp.promote_types(full, dtype))
+    return full
+
+
+def real_dtype(dtype: Any) -> np.dtype:
+    """The floating dtype of the parts of ``dtype``."""
+    return jnp.finfo(dtype).dtype
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns ``value``, which must be a Python bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def option(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Returns ``value``, which must be one of ``choices``."""
+    if not (isinstance(value, str) and value in choices):
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}.")
+    return value
+
+
+def whole(name: str, value: Any, *, least: int) -> Any:
+    """Returns a whole number >= ``least``; a traced value passes unchecked."""
+    if not concrete(value):
+        return jnp.asarray(value).astype(jnp.int32)
+    expected = f"{name} must be a whole number >= {least}, got {value!r}."
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(expected) from None
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(expected)
+    if not (number >= least and number == math.floor(number) < 2**31):
+        raise ValueError(expected)
+    return int(number)
+
+
+def number_in_range(name: str, value: Any, inside: Callable, interval: str) -> None:
+    """Raises unless all of the concrete ``value`` is ``inside`` the interval."""
+    if not np.all(inside(np.asarray(value, np.float64))):
+        raise ValueError(f"{name} must be in {interval}, got {value}.")
+
+
+def decay_dtype(name: str, value: Any) -> None:
+    """Raises unless ``value`` is a real number, held in float32 at least."""
+    dtype = dtype_of(value)
+    if not is_number(value) or dtype == np.bool_ or value is None:
+        raise TypeError(
+            f"{name} must be a real number, an optax.Schedule or a pytree of them, "
+            f"got {value!r}."
+        )
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must be real, got dtype {dtype}.")
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"{name} is held in {dtype}, in which 0.999 rounds to "
+            f"{float(np.asarray(0.999, dtype)):g}; hold it in float32 (with "
+            "optax.inject_hyperparams: hyperparam_dtype=jnp.float32)."
+        )
+
+
+def decay_range(name: str, value: Any, *, closed: bool) -> None:
+    """Checks a decay: by value where concrete, else by one debug check."""
+    interval = "[0, 1]" if closed else "[0, 1)"
+    if concrete(value):
+        number_in_range(
+            name,
+            value,
+            lambda b: (b >= 0) & ((b <= 1) if closed else (b < 1)),
+            interval,
+        )
+    else:
+        inside = (value >= 0) & ((value <= 1) if closed else (value < 1))
+        checkify.debug_check(
+            jnp.all(inside), f"{name} must be in {interval}, got {{got}}.", got=value
+        )
+
+
+def accumulator(dtype: Any) -> np.dtype | None:
+    """Returns a requested accumulator dtype, which must not stall."""
+    if dtype is None:
+        return None
+    requested = np.dtype(dtype)
+    if not jnp.issubdtype(requested, jnp.inexact):
+        raise ValueError(
+            f"accumulator_dtype must be a floating-point dtype, got {requested}."
+        )
+    if jnp.finfo(requested).bits < 32:
+        raise ValueError(
+            f"accumulator_dtype must be float32 or wider, got {requested}: an average "
+            "held in it stops moving. The output has the dtype of the input whatever "
+            "the accumulator is."
+        )
+    if jax.dtypes.canonicalize_dtype(requested) != requested:
+        raise ValueError(
+            f"accumulator_dtype={requested} needs jax_enable_x64, which is off."
+        )
+    return requested
+
+
+def accumulator_for(path: Any, leaf: Any, requested: np.dtype | None) -> np.dtype:
+    """The accumulator dtype of ``leaf``: ``requested``, else at least float32."""
+    if not is_number(leaf):
+        raise TypeError(
+            f"the leaf {where(path)} is no number: found {_describe(leaf)}, expected a "
+            "real or complex array. Leave it out, or put optax.MaskedNode() there."
+        )
+    least = wide_dtype(dtype_of(leaf))
+    if requested is None:
+        return least
+    found = wide_dtype(requested, np.complex64) if least.kind == "c" else requested
+    if wide_dtype(found, least) != found:
+        raise ValueError(
+            f"accumulator_dtype={requested} is narrower than the leaf {where(path)}: "
+            f"found {dtype_of(leaf)}, which needs {least} or wider."
+        )
+    return found
+
+
+def matched(
+    name: str,
+    m: PyTree,
+    tree: PyTree,
+    *,
+    time: bool = False,
+    rule: str = "absorbed",
+    advice: str = (
+        "The structure must be that of the tree the state was initialised from."
+    ),
+) -> list[Any]:
+    """The leaves of ``tree`` that belong to those of ``m``, checked.
+
+    Where ``m`` has a MaskedNode, whatever ``tree`` has there is passed over. With
+    ``time`` the leaves have a leading time axis, of one length. The dtype ``rule``:
+    what is "absorbed" may not be wider than its accumulator; what is "added" to values
+    of their own dtype, or tells how to "read" the average, may.
+    """
+    accumulators, treedef = jax.tree.flatten(m, is_leaf=is_masked)
+    try:
+        found = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError):
+        _structure_differs(name, m, tree, advice)
+    steps = None
+    leaves = []
+    for index, (acc, leaf) in enumerate(zip(accumulators, found, strict=True)):
+        if is_masked(acc):
+            continue
+        x = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
+        expected = acc.shape
+        if time:
+            steps = (x.shape[0] if x.ndim else -1) if steps is None else steps
+            expected = (steps, *acc.shape) if steps >= 0 else ("time", *acc.shape)
+        if x.shape != expected:
+            words = f"found shape {x.shape}, expected {expected}".replace("'", "")
+            message = (
+                f"{name} {where(_path_of(m, index))}: {words}. Shapes never broadcast: "
+                "initialise the state from values of the shape it will be given."
+            )
+            chex.assert_rank(x, len(expected), custom_message=message)
+            chex.assert_shape(x, expected, custom_message=message)
+        _assert_dtype(name, m, index, acc.dtype, x, rule)
+        leaves.append(leaf)
+    return leaves
+
+
+def same_structure(name: str, expected: PyTree, found: PyTree) -> None:
+    """Raises unless ``found`` has exactly the structure of ``expected``."""
+    if jax.tree.structure(found) != jax.tree.structure(expected):
+        _structure_differs(name, expected, found, "Both must come from one init.")
+
+
+def _assert_dtype(
+    name: str, m: PyTree, index: int, accumulator_dtype: Any, x: Any, rule: str
+) -> None:
+    """The dtype rule: numbers only, and into an accumulator that is no narrower."""
+
+    def fail(found: str, expected: str, subject: str = name) -> NoReturn:
+        _fail(
+            f"{subject} {where(_path_of(m, index))}: found {found}, expected {expected}"
+        )
+
+    dtype = dtype_of(x)
+    if jnp.finfo(accumulator_dtype).bits < 32:
+        fail(
+            str(accumulator_dtype),
+            "float32 or wider. Cast the state to the dtypes that init gave it.",
+            "the state",
+        )
+    if not is_number(x):
+        fail(_describe(x), "a number, since the state averages this leaf.")
+    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    if rule == "read" and real and accumulator_dtype.kind == "c":
+        fail(_describe(x), "a complex leaf, since the average is complex.")
+    wider = wide_dtype(dtype, accumulator_dtype)
+    if rule == "absorbed" and wider != accumulator_dtype:
+        fail(
+            _describe(x),
+            f"no wider than {accumulator_dtype}, the accumulator. Initialise the state "
+            f"from such values, or with accumulator_dtype={real_dtype(wider)}.",
+        )
+
+
+def _fail(message: str) -> NoReturn:
+    """Raises as a chex static assertion does."""
+    raise AssertionError(f"[emaopt] {message}")
+
+
+def _describe(leaf: Any) -> str:
+    """A leaf in an error: its dtype, or its type where it has none."""
+    if hasattr(leaf, "dtype"):
+        return f"dtype {leaf.dtype}"
+    return f"{type(leaf).__name__} {leaf!r}"
+
+
+def _path_of(tree: PyTree, index: int) -> jax.tree_util.KeyPath:
+    """The path of the leaf number ``index``, MaskedNodes counted."""
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)[0]
+    return paths[index][0]
+
+
+def _children(node: Any) -> list[tuple[Any, Any]] | None:
+    """The keys and values one level down; None for a leaf."""
+    found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
+    pairs = [(path, child) for path, child in found[0]]
+    if len(pairs) == 1 and not pairs[0][0]:
+        return None
+    return [(path[0], child) for path, child in pairs]
+
+
+def _differences(expected: Any, found: Any, path: tuple) -> Iterator[str]:
+    """Where two structures part, in words, outermost first."""
+    if is_masked(expected):
+        return
+    old, new = _children(expected), _children(found)
+    if old is None and new is None:
+        return
+    if old is None or new is None or type(expected) is not type(found):
+        as_words = [
+            "a leaf" if children is None else f"a {type(node).__name__}"
+            for node, children in ((found, new), (expected, old))
+        ]
+        yield f"{where(path)}: found {as_words[0]}, expected {as_words[1]}"
+        return
+    old_keys, new_keys = [k for k, _ in old], [k for k, _ in new]
+    for key in old_keys:
+        if key not in new_keys:
+            yield f"{where((*path, key))}: found nothing, expected a value"
+    for key in new_keys:
+        if key not in old_keys:
+            yield f"{where((*path, key))}: found a value, expected nothing"
+    for (key, child), (_, other) in zip(old, new, strict=False):
+        yield from _differences(child, other, (*path, key))
+
+
+def _structure_differs(
+    name: str, expected: PyTree, found: PyTree, advice: str
+) -> NoReturn:
+    difference = next(
+        _differences(expected, found, ()),
+        f"found {jax.tree.structure(found)}, expected {jax.tree.structure(expected)}",
+    )
+    _fail(f"{name} {difference}. {advice}")
+
+
+def sequence(name: str, values: Any) -> jax.Array:
+    """``values`` as an array of numbers with a leading time axis."""
+    if not is_number(values) and not isinstance(values, (list, tuple)):
+        _fail(f"{name}: found {_describe(values)}, expected an array of numbers.")
+    values = jnp.asarray(values)
+    if not values.ndim:
+        message = f"{name}: found shape (), expected a leading time axis."
+        chex.assert_rank(values, 1, custom_message=message)
+    return values
+
+
+def params_given(name: str, params: Any) -> None:
+    """Raises where a transformation that needs the parameters has none."""
+    if params is None:
+        raise ValueError(
+            f"{name} averages the parameters after the step, and got params=None: call "
+            "optimizer.update(updates, state, params)."
+        )
+
+
+def not_abstract(path: Any, leaf: Any) -> None:
+    """Raises for a leaf without values, from which no average can start."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"warm_start needs values, and the leaf {where(path)} is abstract: {leaf}."
+        )
+
+
+def prefix(name: str, tree: PyTree, full: PyTree) -> None:
+    """Raises unless ``tree`` is a prefix of ``full``, or ``full`` has no leaves."""
+    if not jax.tree.leaves(full):
+        return
+    treedef = jax.tree.structure(tree, is_leaf=callable)
+    try:
+        treedef.flatten_up_to(full)
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{name} must be one value or a pytree prefix of the tree, got structure "
+            f"{treedef} for {jax.tree.structure(full)}."
+        ) from None
+
+
+def broadcast(
+    name: str, tree: PyTree, treedef: PyTreeDef, is_leaf: Callable
+) -> list[Any]:
+    """The leaves of the prefix ``tree``, one for each weight of the state."""
+    full = treedef.unflatten(range(treedef.num_leaves))
+    try:
+        return jax.tree.leaves(
+            jax.tree.broadcast(tree, full, is_leaf=is_leaf), is_leaf=is_leaf
+        )
+    except ValueError:
+        found = jax.tree.structure(tree, is_leaf=is_leaf)
+        raise ValueError(
+            f"{name} is finer than the state: found structure {found}, expected a "
+            f"prefix of {treedef}, that of state.weight. Make the state with "
+            "init(tree, decay=decay), or with per_element=True."
+        ) from None
+
+
+def masks(
+    name: str,
+    mask: PyTree,
+    treedef: PyTreeDef,
+    weights: list[Any],
+    lead: tuple[int, ...] = (),
+) -> list[Any]:
+    """A mask for each weight of the state, each a bool that broadcasts to it."""
+    found = broadcast(name, mask, treedef, lambda node: False)
+    for leaf, weight in zip(found, weights, strict=True):
+        if dtype_of(leaf) != np.bool_:
+            raise TypeError(f"{name} must be bool, got {_describe(leaf)}.")
+        shape, full = np.shape(leaf), (*lead, *weight.shape)
+        per_step = lead and shape == lead
+        if not per_step and not _broadcasts(shape, full):
+            raise ValueError(
+                f"{name} is finer than the state: found shape {shape}, expected "
+                f"{full}. A mask within a leaf needs init(..., per_element=True)."
+            )
+    return found
+
+
+def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, full) == full
+    except ValueError:
+        return False
+
+
+def none_found(parameters: bool, others: list[str]) -> NoReturn:
+    """Raises for an optimizer's state without the average asked for."""
+    kind = "average of parameters (params_ema)" if parameters else "average"
+    found = "".join(f"\n  {line}" for line in others) or " none of any kind"
+    raise LookupError(
+        f"found no {kind} in the optimizer's state; averages there:{found}\n"
+        "Put emaopt.params_ema(decay) last in the optax.chain."
+    )
+
+
+def ambiguous(found: list[str]) -> NoReturn:
+    """Raises where several averages cover one leaf."""
+    listed = "".join(f"\n  {line}" for line in found)
+    raise LookupError(
+        f"found {len(found)} averages of the same leaves:{listed}\n"
+        "Choose one with which=, by its index or by a name on its path."
+    )
+
+
+def no_such(which: Any, found: list[str]) -> NoReturn:
+    """Raises where ``which`` names no average."""
+    listed = "".join(f"\n  {line}" for line in found)
+    raise LookupError(f"which={which!r} is none of the averages found:{listed}")

@@ -1,0 +1,239 @@
+"""β and α = 1 − β from whatever the user gave; ranges; pandas' converters."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from emaopt import _checks
+
+
+class Rate(NamedTuple):
+    """A decay and its complement, rounded once from one source.
+
+    Python floats, in double, for a decay whose value is known; else arrays. Forming
+    1 − β and βᵗ from different roundings of β is what makes other averages wrong.
+    """
+
+    decay: Any  # β
+    alpha: Any  # 1 − β
+
+    @property
+    def static(self) -> bool:
+        """Whether the decay is known while tracing."""
+        return isinstance(self.decay, float)
+
+
+class Split(NamedTuple):
+    """A rate in the form the step multiplies by: β = coarse − rest.
+
+    ``coarse`` is β rounded to a power of two, so that its product is exact.
+    """
+
+    decay: Any  # β
+    alpha: Any  # 1 − β
+    coarse: Any  # a power of two, or 0 at β = 0
+    carry: Any  # 1 where coarse = 1, else 0
+    rest: Any  # 0 where coarse = 1, else coarse − β
+
+
+def is_rate(node: Any) -> bool:
+    """Whether ``node`` is one decay of a tree of decays."""
+    return isinstance(node, Rate)
+
+
+def is_tree(decay: Any) -> bool:
+    """Whether ``decay`` is a pytree of decays rather than a single one."""
+    return not callable(decay) and not jax.tree_util.all_leaves([decay])
+
+
+def check(decay: Any, name: str = "decay") -> None:
+    """Raises for a decay that no step could use; schedules are seen when called."""
+    for path, leaf in _leaves_with_path(decay):
+        if not callable(leaf):
+            _rate(leaf, name + jax.tree_util.keystr(path), closed=False)
+
+
+def resolve(decay: Any, count: Any, name: str = "decay") -> Any:
+    """The rates of one step: a tree like ``decay``, schedules called with ``count``."""
+    leaves = [
+        _rate(
+            leaf(count) if callable(leaf) else leaf,
+            name + jax.tree_util.keystr(path),
+            closed=callable(leaf),
+        )
+        for path, leaf in _leaves_with_path(decay)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(decay, is_leaf=callable), leaves)
+
+
+def split(rate: Rate, dtype: Any) -> Split:
+    """The coefficients of the step in the real dtype ``dtype``."""
+    if rate.static:
+        mantissa, exponent = math.frexp(rate.decay)
+        coarse = math.ldexp(float(mantissa >= 0.75) + 1.0, exponent - 1)
+        coarse = coarse if rate.decay else 0.0
+        carry = float(coarse == 1.0)
+        rest = 0.0 if carry else coarse - rate.decay
+        return Split(rate.decay, rate.alpha, coarse, carry, rest)
+    decay = rate.decay.astype(dtype)
+    uint, half, exponent = {
+        4: (np.uint32, 0x0040_0000, 0x7F80_0000),
+        8: (np.uint64, 0x0008_0000_0000_0000, 0x7FF0_0000_0000_0000),
+    }[decay.dtype.itemsize]
+    bits = lax.bitcast_convert_type(decay, uint) + uint(half)
+    coarse = lax.bitcast_convert_type(bits & uint(exponent), decay.dtype)
+    whole = coarse == 1
+    rest = coarse.astype(rate.decay.dtype) - rate.decay
+    return Split(
+        decay,
+        rate.alpha.astype(dtype),
+        coarse,
+        whole.astype(dtype),
+        jnp.where(whole, 0, rest.astype(dtype)),
+    )
+
+
+def _leaves_with_path(decay: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(
+        decay, is_leaf=lambda node: node is None or callable(node)
+    )[0]
+
+
+def _rate(value: Any, name: str, *, closed: bool) -> Rate:
+    """One decay as a rate, its dtype and its range checked."""
+    _checks.decay_dtype(name, value)
+    _checks.decay_range(name, value, closed=closed)
+    if _checks.concrete(value) and np.ndim(value) == 0:
+        known = float(value)
+        return Rate(known, 1.0 - known)
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        array = array.astype(jnp.float32)
+    return Rate(array, 1 - array)
+
+
+def decay_from_alpha(alpha: float) -> float:
+    """The decay for pandas' smoothing factor alpha.
+
+    β = 1 − α
+
+    Args:
+      alpha: the weight of the newest value; 0 < alpha <= 1.
+
+    Returns:
+      The decay, a Python float in [0, 1).
+
+    Raises:
+      ValueError: alpha is outside (0, 1].
+
+    The parameter and its range are those of ``pandas.DataFrame.ewm``.
+
+    >>> from emaopt import decay_from_alpha
+    >>> decay_from_alpha(0.25)
+    0.75
+    """
+    _checks.number_in_range("alpha", alpha, lambda a: (a > 0) & (a <= 1), "(0, 1]")
+    return 1.0 - float(alpha)
+
+
+def decay_from_com(com: float) -> float:
+    """The decay for pandas' centre of mass.
+
+    β = com / (1 + com)
+
+    Args:
+      com: the mean age of the weights, in steps; com >= 0.
+
+    Returns:
+      The decay, a Python float in [0, 1).
+
+    Raises:
+      ValueError: com is negative or not finite.
+
+    The parameter and its range are those of ``pandas.DataFrame.ewm``.
+
+    >>> from emaopt import decay_from_com
+    >>> decay_from_com(9)
+    0.9
+    """
+    _checks.number_in_range("com", com, lambda c: (c >= 0) & (c < np.inf), "[0, inf)")
+    return float(com) / (1.0 + float(com))
+
+
+def decay_from_span(span: float) -> float:
+    """The decay for pandas' span, the "N-step" exponential window.
+
+    β = (span − 1) / (span + 1)
+
+    Args:
+      span: the span in steps; span >= 1.
+
+    Returns:
+      The decay, a Python float in [0, 1).
+
+    Raises:
+      ValueError: span is below 1 or not finite.
+
+    The parameter and its range are those of ``pandas.DataFrame.ewm``.
+
+    >>> from emaopt import decay_from_span
+    >>> decay_from_span(19)
+    0.9
+    """
+    _checks.number_in_range("span", span, lambda s: (s >= 1) & (s < np.inf), "[1, inf)")
+    return (float(span) - 1.0) / (float(span) + 1.0)
+
+
+def decay_from_halflife(halflife: float) -> float:
+    """The decay under which a value's weight halves every ``halflife`` steps.
+
+    β = 0.5^(1 / halflife)
+
+    Args:
+      halflife: the half-life in steps; halflife > 0.
+
+    Returns:
+      The decay, a Python float in [0, 1).
+
+    Raises:
+      ValueError: halflife is not positive, not finite, or so long that the decay
+        rounds to 1 in double precision (from about 1e16 steps on).
+
+    The parameter and its range are those of ``pandas.DataFrame.ewm``.
+
+    >>> from emaopt import decay_from_halflife
+    >>> decay_from_halflife(1)
+    0.5
+    """
+    _checks.number_in_range(
+        "halflife", halflife, lambda h: (h > 0) & (h < 6e15), "(0, 6e15)"
+    )
+    return 0.5 ** (1.0 / float(halflife))
+
+
+def halflife_from_decay(decay: float) -> float:
+    """The number of steps after which a value's weight has halved.
+
+    halflife = ln 0.5 / ln β
+
+    Args:
+      decay: the decay; 0 <= decay < 1.
+
+    Returns:
+      The half-life in steps, a Python float; 0 for decay 0.
+
+    Raises:
+      ValueError: decay is outside [0, 1).
+
+    The inverse of ``decay_from_halflife``, whose parameter is pandas'.
+
+    >>> from emaopt import halflife_from_decay
+    >>> round(halflife_from_decay(0.999), 1)
+    692.8
+    """
+    _checks.number_in_range("decay", decay, lambda b: (b >= 0) & (b < 1), "[0, 1)")
+    return math.log(0.5) / math.log(float(decay)) if decay else 0.0

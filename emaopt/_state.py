@@ -1,0 +1,671 @@
+"""The state of an average and its arithmetic: the one place that multiplies by β.
+
+m_t = β_t · m_{t-1} + (1 − β_t) · x_t, and the same recurrence for the weight (of
+x = 1) and the decay power (of x = 0, from 1), each with what rounding left behind.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+
+from emaopt import _checks, _decay
+
+PyTree = Any
+
+
+class Residual(NamedTuple):
+    """What rounding left behind of the fields of an ``EmaState``."""
+
+    m: PyTree  # like m where the state is compensated, else None
+    decay_power: PyTree  # like decay_power
+    weight: PyTree  # like weight
+
+
+class EmaState(NamedTuple):
+    """The state of an exponential moving average; a pytree of arrays.
+
+    m_t = β_t · m_{t-1} + (1 − β_t) · x_t and m̂_t = m_t / w_t, w_t = 1 − Π β_i.
+
+    Attributes:
+      m: the raw average m_t, a tree like the values, each leaf at least float32;
+        ``optax.MaskedNode()`` where a leaf is not averaged.
+      decay_power: βᵗ, the product of the decays so far, 1 at the start: one float32
+        scalar; or a tree of one scalar for each leaf of a pytree of decays; or a
+        tree shaped like ``m`` for a per-element state. float64 over float64 leaves.
+      weight: w_t, the weight of the observations so far, like ``decay_power``. It is
+        1 − βᵗ while every step is observed.
+      count: int32 scalar, the steps that entered the average; saturates.
+      residual: what rounding left behind, for ``decay_power`` and ``weight`` always,
+        for ``m`` where the state is compensated (else None there).
+
+    >>> import emaopt
+    >>> import jax.numpy as jnp
+    >>> state = emaopt.init({"loss": jnp.float32(0)})
+    >>> state = emaopt.update(state, {"loss": jnp.float32(3)}, 0.75)
+    >>> print(state.m["loss"], state.decay_power, state.weight, state.count)
+    0.75 0.75 0.25 1
+    """
+
+    m: PyTree
+    decay_power: PyTree
+    weight: PyTree
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    residual: Residual
+
+
+def init(
+    tree: PyTree,
+    *,
+    decay: Any = None,
+    accumulator_dtype: Any = None,
+    compensated: bool = False,
+    per_element: bool = False,
+    warm_start: bool = False,
+) -> EmaState:
+    """The state of an average that has seen nothing yet, or only ``tree``.
+
+    m = 0, w = 0, βᵗ = 1; with ``warm_start`` m = tree, w = 1, βᵗ = 0.
+
+    Args:
+      tree: any pytree of numbers of any shape, ``jax.ShapeDtypeStruct`` included.
+        Integers and bools are averaged as float32. ``optax.MaskedNode()`` and None
+        are passed over.
+      decay: only where the decay is a pytree: that tree, a prefix of ``tree``. Its
+        structure becomes that of ``decay_power`` and ``weight``.
+      accumulator_dtype: the dtype of ``m``, float32 or wider; None for float32, or
+        the dtype of the leaf where that is wider. Complex leaves stay complex.
+      compensated: keep what rounding leaves behind of ``m`` too: the average is then
+        right to 4 ulp for ever, at the price of the memory of ``m`` once more.
+      per_element: weights shaped like ``m``, for masks or decays that differ within a
+        leaf.
+      warm_start: start from a copy of ``tree`` with full weight.
+
+    Returns:
+      An ``EmaState`` whose arrays have the shardings of the leaves of ``tree`` (its
+      scalars are replicated), and share no buffer with them.
+
+    Raises:
+      TypeError: a leaf that is no number, such as a PRNG key; named by its path.
+      ValueError: an ``accumulator_dtype`` below float32 or narrower than a leaf; a
+        ``decay`` whose structure is no prefix of ``tree``; ``warm_start`` from an
+        abstract value.
+
+    The zero start with a bias correction is that of Adam (Kingma and Ba, 2015).
+
+    >>> import emaopt
+    >>> import jax.numpy as jnp
+    >>> state = emaopt.init(jnp.ones(3, jnp.bfloat16))
+    >>> print(state.m, state.m.dtype, state.weight)
+    [0. 0. 0.] float32 0.0
+    """
+    requested = _checks.accumulator(accumulator_dtype)
+    for name, value in (
+        ("compensated", compensated),
+        ("per_element", per_element),
+        ("warm_start", warm_start),
+    ):
+        _checks.flag(name, value)
+
+    def start(path: Any, leaf: Any) -> Any:
+        dtype = _checks.accumulator_for(path, leaf, requested)
+        if warm_start:
+            _checks.not_abstract(path, leaf)
+            return jnp.array(leaf, dtype=dtype, copy=True)
+        return zeros_like(leaf, dtype)
+
+    m = jax.tree_util.tree_map_with_path(start, tree)
+    if per_element:
+        weight = jax.tree.map(lambda leaf: zeros_like(leaf, _real(leaf)), m)
+    elif decay is None or not _decay.is_tree(decay):
+        weight = jnp.zeros((), _weight_dtype(m))
+    else:
+        _checks.prefix("decay", decay, tree)
+        # A tree of no leaves stands for any (optax.tree.map_params hands one in).
+        parts = m if jax.tree.leaves(m) else jax.tree.map(lambda _: (), decay)
+        weight = jax.tree.map(
+            lambda _, part: jnp.zeros((), _weight_dtype(part)), decay, parts
+        )
+
+    def like(reference: PyTree, fill: float) -> PyTree:
+        # Each array is made anew: a state is donated, and no buffer twice.
+        return jax.tree.map(lambda leaf: zeros_like(leaf, leaf.dtype) + fill, reference)
+
+    return EmaState(
+        m=m,
+        decay_power=like(weight, 0 if warm_start else 1),
+        weight=like(weight, 1) if warm_start else weight,
+        count=jnp.zeros((), jnp.int32),
+        residual=Residual(
+            m=like(m, 0) if compensated else None,
+            decay_power=like(weight, 0),
+            weight=like(weight, 0),
+        ),
+    )
+
+
+def update(
+    state: EmaState,
+    tree: PyTree,
+    decay: Any,
+    *,
+    observed: Any = True,
+    unobserved: str = "hold",
+) -> EmaState:
+    """One step of the average.
+
+    m' = β·m + (1 − β)·x, w' = β·w + (1 − β), (βᵗ)' = β·βᵗ
+
+    Args:
+      state: from ``init``; it stays usable, whatever happens here.
+      tree: the values x, of the structure and the shapes of ``state.m``, each real or
+        complex, and no wider than its accumulator.
+      decay: β in [0, 1): a Python float, a NumPy or JAX scalar (traced included), an
+        ``optax.Schedule`` of ``state.count`` (which may also return 1: the step then
+        counts and changes nothing), or a pytree prefix of ``tree`` with any of these
+        as leaves (the state then comes from ``init(..., decay=decay)``).
+      observed: a bool scalar, or a prefix of the structure of ``state.weight``; for a
+        per-element state arrays that broadcast to the shapes of its leaves. Values
+        that are not observed are not read, NaN included.
+      unobserved: what a step that is not observed does: "hold" changes nothing,
+        "decay" lets time pass and adds nothing.
+
+    Returns:
+      The new state, in the shapes, dtypes and shardings of the old. Without
+      compensation the rounding of ``m`` is dithered, so that it never stalls.
+
+    Raises:
+      AssertionError: structure, shape or dtype of ``tree`` do not fit the state.
+      ValueError: a decay out of range, a mask finer than the state, or an unknown
+        ``unobserved``.
+      TypeError: a decay held in a dtype narrower than float32.
+
+    The recurrence with a running product of the decays as its bias correction is that
+    of Adam (Kingma and Ba, 2015), generalised to a decay that varies.
+
+    >>> import emaopt
+    >>> import jax.numpy as jnp
+    >>> state = emaopt.init(jnp.zeros(2))
+    >>> for x in (jnp.array([1.0, 2.0]), jnp.array([3.0, 2.0])):
+    ...     state = emaopt.update(state, x, 0.5)
+    >>> print(emaopt.corrected(state))
+    [2.3333335 2.       ]
+    """
+    _checks.option("unobserved", unobserved, ("hold", "decay"))
+    rates = _decay.resolve(decay, state.count)
+    values = _checks.matched("tree", state.m, tree)
+    return advance(state, values, rates, observed, hold=unobserved == "hold")
+
+
+def advance(
+    state: EmaState, values: Sequence[Any], rates: PyTree, observed: Any, *, hold: bool
+) -> EmaState:
+    """One step, given the leaves of the values and the rates of this step."""
+    ms, treedef = jax.tree.flatten(state.m)
+    weights, weightdef = jax.tree.flatten(state.weight)
+    powers = weightdef.flatten_up_to(state.decay_power)
+    rates = _checks.broadcast("decay", rates, weightdef, _decay.is_rate)
+    owners = owners_of(state)
+    masks = None
+    if observed is not True:
+        masks = _checks.masks("observed", observed, weightdef, weights)
+
+    xs = [cast(jnp.asarray(x), m.dtype) for x, m in zip(values, ms, strict=True)]
+    ones = [jnp.ones_like(w) for w in weights]
+    if masks is not None:
+        xs = [where(masks[o], x, 0) for x, o in zip(xs, owners, strict=True)]
+        ones = [where(mask, one, 0) for mask, one in zip(masks, ones, strict=True)]
+
+    scalars = [*weights, *powers]
+    scalar_residuals = [
+        *weightdef.flatten_up_to(state.residual.weight),
+        *weightdef.flatten_up_to(state.residual.decay_power),
+    ]
+    compensated = state.residual.m is not None
+    residuals = treedef.flatten_up_to(state.residual.m) if compensated else []
+    old = [*ms, *scalars]
+    old_residuals = [*(residuals if compensated else [None] * len(ms))]
+    old_residuals += scalar_residuals
+    n = range(len(weights))
+    new, new_residuals = _step(
+        rates,
+        [*owners, *n, *n],
+        old,
+        old_residuals,
+        [*xs, *ones, *(jnp.zeros_like(p) for p in powers)],
+        None if compensated else _dither(state.count),
+    )
+    count = jnp.asarray(optax.safe_increment(state.count))
+    if masks is not None and hold:
+        owned = [masks[o] for o in (*owners, *n, *n)]
+        new = [where(o, a, b) for o, a, b in zip(owned, new, old, strict=True)]
+        new_residuals = [
+            None if b is None else where(o, a, b)
+            for o, a, b in zip(owned, new_residuals, old_residuals, strict=True)
+        ]
+        if jnp.ndim(observed) == 0 and jax.tree_util.all_leaves([observed]):
+            count = jnp.where(observed, count, state.count)
+    k, s = len(ms), len(ms) + len(weights)
+    return EmaState(
+        m=treedef.unflatten(new[:k]),
+        decay_power=weightdef.unflatten(new[s:]),
+        weight=weightdef.unflatten(new[k:s]),
+        count=count,
+        residual=Residual(
+            m=treedef.unflatten(new_residuals[:k]) if compensated else None,
+            decay_power=weightdef.unflatten(new_residuals[s:]),
+            weight=weightdef.unflatten(new_residuals[k:s]),
+        ),
+    )
+
+
+def corrected(state: EmaState, like: PyTree = None) -> PyTree:
+    """The bias-corrected average, the mean of the values seen so far.
+
+    m̂ = m / w
+
+    Args:
+      state: an ``EmaState``.
+      like: a tree of the structure and shapes of ``state.m``, or None. Its leaves
+        give the dtypes of the result where they are floating-point, the values where
+        nothing has been observed yet, and the leaves that the state does not average.
+
+    Returns:
+      A tree like ``state.m``, in the dtypes of ``like`` (without it, and where that
+      is an integer, in those of the accumulators). Where nothing has been observed
+      yet, the leaf of ``like``; NaN without it.
+
+    Raises:
+      AssertionError: structure or shapes of ``like`` do not fit the state, or it is
+        real where the average is complex.
+
+    The correction is that of Adam (Kingma and Ba, 2015) for a constant decay.
+
+    >>> import emaopt
+    >>> import jax.numpy as jnp
+    >>> state = emaopt.init(jnp.float32(0))
+    >>> print(emaopt.corrected(state), emaopt.corrected(state, like=jnp.float32(7)))
+    nan 7.0
+    >>> print(emaopt.corrected(emaopt.update(state, jnp.float32(3), 0.999)))
+    3.0
+    """
+    ms, treedef = jax.tree.flatten(state.m)
+    likes = [None] * len(ms)
+    if like is not None:
+        likes = _checks.matched("like", state.m, like, rule="read")
+    weights, weightdef = jax.tree.flatten(state.weight)
+    weight_residuals = weightdef.flatten_up_to(state.residual.weight)
+    residuals = [None] * len(ms)
+    if state.residual.m is not None:
+        residuals = treedef.flatten_up_to(state.residual.m)
+    out = [
+        _quotient(m, r, weights[o], weight_residuals[o], leaf)
+        for m, r, o, leaf in zip(ms, residuals, owners_of(state), likes, strict=True)
+    ]
+    averages = treedef.unflatten(out)
+    return averages if like is None else filled(averages, like)
+
+
+def merge(earlier: EmaState, later: EmaState) -> EmaState:
+    """The state of two consecutive stretches of a stream, averaged apart.
+
+    m = p_later · m_earlier + m_later, w alike, p = p_earlier · p_later (p = βᵗ)
+
+    Args:
+      earlier: the state of the first stretch.
+      later: the state of the second, of the same structure, shapes and dtypes, begun
+        with ``init`` without a warm start.
+
+    Returns:
+      The state as if one average had seen both; compensated where both are.
+
+    Raises:
+      AssertionError: the states do not fit each other.
+
+    Associative; the identity is a state fresh from ``init``. This is the composition
+    of first-order linear recurrences (Blelloch, 1990).
+
+    >>> import emaopt
+    >>> import jax.numpy as jnp
+    >>> empty = emaopt.init(jnp.float32(0))
+    >>> one = emaopt.update(empty, jnp.float32(1), 0.5)
+    >>> three = emaopt.update(empty, jnp.float32(3), 0.5)
+    >>> print(emaopt.corrected(emaopt.merge(one, three)))
+    2.3333333
+    """
+    values = _checks.matched("later.m", earlier.m, later.m)
+    _checks.same_structure("later", earlier, later)
+    ms, treedef = jax.tree.flatten(earlier.m)
+    compensated = earlier.residual.m is not None
+    weights, weightdef = jax.tree.flatten(earlier.weight)
+    ps, p_rs = (
+        weightdef.flatten_up_to(later.decay_power),
+        (weightdef.flatten_up_to(later.residual.decay_power)),
+    )
+
+    def parts(state: EmaState) -> tuple[list[jax.Array], list[Any]]:
+        rest = state.residual
+        return (
+            [*jax.tree.leaves((state.m, state.weight, state.decay_power))],
+            [
+                *(jax.tree.leaves(rest.m) if compensated else [None] * len(ms)),
+                *jax.tree.leaves((rest.weight, rest.decay_power)),
+            ],
+        )
+
+    n = len(weights)
+    owners = [*owners_of(earlier), *range(n), *range(n)]
+    out = []
+    for index, (a, r_a, b, r_b) in enumerate(
+        zip(*parts(earlier), *parts(later), strict=True)
+    ):
+        if index >= len(owners) - n:  # the decay powers only multiply
+            b, r_b = jnp.zeros_like(b), jnp.zeros_like(b)
+        o = owners[index]
+        out.append(_scaled_sum(ps[o], p_rs[o], a, r_a, b, r_b))
+    k = len(ms)
+    new, rest = [m for m, _ in out], [r for _, r in out]
+    del values
+    return EmaState(
+        m=treedef.unflatten(new[:k]),
+        decay_power=weightdef.unflatten(new[k + n :]),
+        weight=weightdef.unflatten(new[k : k + n]),
+        count=jnp.where(
+            earlier.count > np.int32(2**31 - 1) - later.count,
+            np.int32(2**31 - 1),
+            earlier.count + later.count,
+        ),
+        residual=Residual(
+            m=treedef.unflatten(rest[:k]) if compensated else None,
+            decay_power=weightdef.unflatten(rest[k + n :]),
+            weight=weightdef.unflatten(rest[k : k + n]),
+        ),
+    )
+
+
+def filled(averages: PyTree, tree: PyTree) -> PyTree:
+    """``averages``, with what ``tree`` has where nothing is averaged."""
+    return jax.tree.map(
+        lambda average, leaf: leaf if _checks.is_masked(average) else average,
+        averages,
+        tree,
+        is_leaf=_checks.is_masked,
+    )
+
+
+def power(rate: _decay.Rate, n: Any) -> _decay.Rate:
+    """The rate of n equal steps taken as one: βⁿ and 1 − βⁿ, by doubling."""
+
+    def both(a: _decay.Rate, b: _decay.Rate) -> _decay.Rate:
+        return _decay.Rate(a.decay * b.decay, a.alpha + a.decay * b.alpha)
+
+    if isinstance(n, int):
+        if n == 1:
+            return rate
+        half = power(rate, n // 2)
+        return both(both(half, half), rate) if n % 2 else both(half, half)
+    decay = jnp.asarray(rate.decay, jnp.float32) if rate.static else rate.decay
+    rate = _decay.Rate(decay, jnp.asarray(rate.alpha, decay.dtype))
+
+    def double(bit: Any, carry: Any) -> Any:
+        result, square = carry
+        taken = (n >> bit) & 1 == 1
+        result = jax.tree.map(
+            lambda new, old: jnp.where(taken, new, old), both(result, square), result
+        )
+        return result, both(square, square)
+
+    nothing = _decay.Rate(jnp.ones_like(rate.decay), jnp.zeros_like(rate.alpha))
+    return lax.fori_loop(0, 31, double, (nothing, rate))[0]
+
+
+def owners_of(state: EmaState) -> list[int]:
+    """For each leaf of ``m``, the number of the weight that is its own."""
+    treedef = jax.tree.structure(state.weight)
+    numbers = treedef.unflatten(range(treedef.num_leaves))
+    return jax.tree.leaves(jax.tree.broadcast(numbers, state.m))
+
+
+def zeros_like(leaf: Any, dtype: Any) -> jax.Array:
+    """Zeros in the shape and sharding of ``leaf``, under ``jit`` as well."""
+    if isinstance(leaf, Tracer):
+        # A zero that depends on nothing would land on one device.
+        never = lax.optimization_barrier(False)
+        return jnp.where(never, cast(leaf, dtype), jnp.zeros_like(leaf, dtype=dtype))
+    return jnp.zeros_like(leaf, dtype=dtype)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in ``dtype``, strongly typed."""
+    return lax.convert_element_type(x, dtype)
+
+
+def where(mask: Any, x: jax.Array, y: Any) -> jax.Array:
+    """``jnp.where`` in the dtype of ``x``, whatever the scalar ``y``."""
+    return jnp.where(mask, x, jnp.asarray(y, x.dtype))
+
+
+def _real(leaf: Any) -> Any:
+    return _checks.real_dtype(leaf.dtype)
+
+
+def _weight_dtype(tree: PyTree) -> Any:
+    """The dtype of a weight over all of ``tree``."""
+    return _checks.wide_dtype(*(_real(leaf) for leaf in jax.tree.leaves(tree)))
+
+
+def _step(
+    rates: Sequence[_decay.Rate],
+    owners: Sequence[int],
+    ms: Sequence[jax.Array],
+    residuals: Sequence[Any],
+    xs: Sequence[jax.Array],
+    dither: Any,
+) -> tuple[list[jax.Array], list[Any]]:
+    """M' = β·m + α·x for every leaf at once, and what rounding left behind.
+
+    Differentiated as the exact recurrence: rounding has no derivative.
+    """
+    static = [rate if rate.static else None for rate in rates]
+
+    @jax.custom_jvp
+    def step(traced: Any, ms: Any, residuals: Any, xs: Any, dither: Any) -> Any:
+        both = [a or b for a, b in zip(static, traced, strict=True)]
+        splits: dict[Any, _decay.Split] = {}
+        out = []
+        for owner, m, r, x in zip(owners, ms, residuals, xs, strict=True):
+            key = owner, _real(m)
+            if key not in splits:
+                splits[key] = _decay.split(both[owner], key[1])
+            out.append(_leaf_step(splits[key], m, r, x, dither))
+        return [m for m, _ in out], [r for _, r in out]
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        traced, ms, _, xs, _ = primals
+        d_traced, d_ms, _, d_xs, _ = tangents
+        both = [a or b for a, b in zip(static, traced, strict=True)]
+        out = step(*primals)
+        d_out = []
+        for owner, m, x, d_m, d_x in zip(owners, ms, xs, d_ms, d_xs, strict=True):
+            terms = [(both[owner].decay, d_m), (both[owner].alpha, d_x)]
+            if d_traced[owner] is not None:
+                terms += [(d_traced[owner].decay, m), (d_traced[owner].alpha, x)]
+            d_out.append(_sum_of_products(terms, m))
+        return out, (d_out, jax.tree.map(jnp.zeros_like, out[1]))
+
+    step.defjvp(jvp, symbolic_zeros=True)
+    traced = [None if rate.static else rate for rate in rates]
+    return step(traced, list(ms), list(residuals), list(xs), dither)
+
+
+def _sum_of_products(terms: Sequence[tuple[Any, Any]], like: jax.Array) -> jax.Array:
+    total = None
+    for a, b in terms:
+        if isinstance(a, SymbolicZero) or isinstance(b, SymbolicZero):
+            continue
+        product = jnp.asarray(a, like.dtype) * jnp.asarray(b, like.dtype)
+        total = product if total is None else total + product
+    if total is None:
+        return jnp.zeros_like(like)
+    return jnp.broadcast_to(total, like.shape)
+
+
+def _leaf_step(
+    split: _decay.Split, m: jax.Array, r: Any, x: jax.Array, dither: Any
+) -> tuple[jax.Array, Any]:
+    """The step of one leaf: y is all that is added to the exact product c·m.
+
+    y = α·(x − k·m) + (β·r − q·m), m' = c·m + y, r' = y − (m' − c·m)
+    """
+    if m.dtype.kind == "c":
+        return _by_parts(partial(_leaf_step, split), m, r, x, dither)
+    decay, alpha, coarse, carry, rest = split
+    if isinstance(decay, float):
+        if decay == 0:
+            return x, None if r is None else jnp.zeros_like(r)
+        if decay == 1:
+            return m, r
+        y = alpha * (x - m) if carry else alpha * x - rest * m
+        if r is not None:
+            y = y + decay * r
+        kept = m if carry else coarse * m
+        moving = carry
+    else:
+        # What a zero multiplies is dropped on the bits: 0 · inf is NaN, and a select
+        # would break a loop over time into one kernel for each operation.
+        m = _drop(m, decay != 0)
+        y = _drop(alpha * (x - carry * m), alpha != 0)
+        if r is None:
+            y = y - rest * m
+        else:
+            y = y + (decay * _drop(r, decay != 0) - rest * m)
+        kept = coarse * m
+        moving = jnp.where(alpha == 0, 0, carry)
+    if r is not None:
+        new = kept + y
+        return new, y - (new - kept)
+    if isinstance(moving, float) and not moving:
+        return kept + y, None
+    noise = (moving * cast(dither, m.dtype)) * _spacing(m)
+    return kept + (y + jnp.where(y == 0, 0, noise)), None
+
+
+@jax.custom_jvp
+def _scaled_sum(p: Any, r_p: Any, a: Any, r_a: Any, b: Any, r_b: Any) -> Any:
+    """(p + r_p)·(a + r_a) + (b + r_b) as two floats, without a where p = 0."""
+    if a.dtype.kind == "c":
+        return _by_parts(_scaled_sum, p, r_p, a, r_a, b, r_b)
+    p, r_p = cast(p, a.dtype), cast(r_p, a.dtype)
+    a = _drop(a, jnp.broadcast_to(p != 0, a.shape))
+    product = p * a
+    p_high, a_high = _high(p), _high(a)
+    p_low, a_low = p - p_high, a - a_high
+    error = (p_high * a_high - product) + (p_high * a_low + p_low * a_high)
+    error = (error + p_low * a_low) + r_p * a
+    if r_a is not None:
+        error = error + p * r_a
+    total = product + b
+    grown = total - product
+    error = error + ((product - (total - grown)) + (b - grown))
+    if r_b is not None:
+        error = error + r_b
+    error = jnp.where(jnp.isfinite(total), error, 0)
+    new = total + error
+    return new, None if r_a is None else jnp.where(error == 0, 0, error - (new - total))
+
+
+_BITS = {4: (np.uint32, 0x7F80_0000, 23), 8: (np.uint64, 0x7FF0_0000_0000_0000, 52)}
+
+
+def _drop(x: jax.Array, keep: Any) -> jax.Array:
+    """``x`` where ``keep``, else 0, without a select."""
+    uint = _BITS[x.dtype.itemsize][0]
+    mask = uint(0) - keep.astype(uint)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, uint) & mask, x.dtype)
+
+
+def _spacing(x: jax.Array) -> jax.Array:
+    """The distance between floating-point numbers of the size of ``x``."""
+    uint, exponent, digits = _BITS[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, uint) & uint(exponent)
+    return lax.bitcast_convert_type(bits, x.dtype) * 2.0**-digits
+
+
+def _high(x: jax.Array) -> jax.Array:
+    """``x`` with the lower half of its digits cleared: products of such are exact."""
+    uint, low = {4: (np.uint32, 0xFFF), 8: (np.uint64, 0x7FF_FFFF)}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, uint) & uint(~uint(low))
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+@_scaled_sum.defjvp
+def _scaled_sum_jvp(primals: Any, tangents: Any) -> Any:
+    """The derivative of p·a + b; rounding has none."""
+    p, _, a, *_ = primals
+    d_p, _, d_a, _, d_b, _ = tangents
+    out = _scaled_sum(*primals)
+    d_out = jnp.asarray(p, a.dtype) * d_a + jnp.asarray(d_p, a.dtype) * a + d_b
+    return out, (d_out, None if out[1] is None else jnp.zeros_like(out[1]))
+
+
+def _dither(count: jax.Array) -> jax.Array:
+    """One number in [−½, ½) for the step number ``count``, evenly spread.
+
+    Multiples of the golden ratio, shifted by a hash every 64 steps: alone they would
+    resonate with values whose period is a Fibonacci number.
+    """
+    n = count.astype(jnp.uint32)
+    h = n >> 6
+    for multiplier in (0x85EB_CA6B, 0xC2B2_AE35):  # the finaliser of MurmurHash3
+        h = (h ^ (h >> 16)) * np.uint32(multiplier)
+    mixed = n * np.uint32(2_654_435_769) + (h ^ (h >> 16))
+    return lax.bitcast_convert_type(mixed, jnp.int32).astype(jnp.float32) * 2.0**-32
+
+
+def _by_parts(function: Callable, *args: Any) -> Any:
+    """A function of real arrays, on the parts of those that are complex."""
+
+    def on(part: Callable) -> Any:
+        return function(
+            *(
+                part(a) if getattr(a, "dtype", np.dtype(bool)).kind == "c" else a
+                for a in args
+            )
+        )
+
+    return jax.tree.map(lax.complex, on(jnp.real), on(jnp.imag))
+
+
+def _quotient(
+    m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any
+) -> jax.Array:
+    """The average m / w, in the floating dtype of ``like``; ``like`` where w = 0."""
+    average = _mean(m, r, w, r_w)
+    if like is None:
+        return average
+    if _checks.is_inexact(like):
+        average = cast(average, _checks.dtype_of(like))
+    return jnp.where(w != 0, average, cast(jnp.asarray(like), average.dtype))
+
+
+def _mean(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array) -> jax.Array:
+    """(m + r) / (w + r_w), rounded about once; NaN where w = 0."""
+    if m.dtype.kind == "c":
+        return _by_parts(_mean, m, r, w, r_w)
+    seen = w != 0
+    weight = cast(jnp.where(seen, w, 1), m.dtype)
+    quotient = m / weight
+    left = (
+        -quotient * cast(r_w, m.dtype)
+        if r is None
+        else r - quotient * cast(r_w, m.dtype)
+    )
+    left = jnp.where(jnp.isfinite(quotient), left / weight, 0)
+    return jnp.where(seen, quotient + lax.stop_gradient(left), jnp.nan)
