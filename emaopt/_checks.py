@@ -399,6 +399,25 @@ def broadcast(
         ) from None
 
 
+def rates(
+    tree: PyTree,
+    treedef: PyTreeDef,
+    weights: list[Any],
+    is_leaf: Callable,
+    lead: tuple[int, ...] = (),
+) -> list[Any]:
+    """A rate for each weight of the state, at each step where ``lead`` is (T,)."""
+    found = broadcast("decay", tree, treedef, is_leaf)
+    for rate, weight in zip(found, weights, strict=True):
+        shape, full = np.shape(rate.decay), (*lead, *weight.shape)
+        if shape != () and not _fits(shape, full, lead):
+            raise ValueError(
+                f"decay has shape {shape}, expected () or {full}. Decays within a leaf "
+                "need init(..., per_element=True), decays in time emaopt.scan."
+            )
+    return found
+
+
 def masks(
     name: str,
     mask: PyTree,
@@ -412,8 +431,7 @@ def masks(
         if dtype_of(leaf) != np.bool_:
             raise TypeError(f"{name} must be bool, got {_describe(leaf)}.")
         shape, full = np.shape(leaf), (*lead, *weight.shape)
-        per_step = lead and shape == lead
-        if not per_step and not _broadcasts(shape, full):
+        if (lead or shape) and not _fits(shape, full, lead):
             raise ValueError(
                 f"{name} is finer than the state: found shape {shape}, expected "
                 f"{full}. A mask within a leaf needs init(..., per_element=True)."
@@ -421,11 +439,12 @@ def masks(
     return found
 
 
-def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    try:
-        return np.broadcast_shapes(shape, full) == full
-    except ValueError:
-        return False
+def _fits(shape: tuple, full: tuple, lead: tuple) -> bool:
+    """Whether ``shape`` is ``lead``, or ``full`` with 1s behind ``lead``."""
+    if shape == lead:
+        return True
+    same = len(shape) == len(full) and shape[: len(lead)] == lead
+    return same and all(a in (1, b) for a, b in zip(shape, full, strict=True))
 
 
 def none_found(parameters: bool, others: list[str]) -> NoReturn:

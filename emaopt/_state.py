@@ -198,60 +198,121 @@ def update(
     >>> print(emaopt.corrected(state))
     [2.3333335 2.       ]
     """
-    _checks.option("unobserved", unobserved, ("hold", "decay"))
-    rates = _decay.resolve(decay, state.count)
+    hold = _checks.option("unobserved", unobserved, ("hold", "decay")) == "hold"
     values = _checks.matched("tree", state.m, tree)
-    return advance(state, values, rates, observed, hold=unobserved == "hold")
+    rates = _decay.resolve(decay, state.count)
+    return advance(state, values, rates, observed, hold=hold)
 
 
 def advance(
-    state: EmaState, values: Sequence[Any], rates: PyTree, observed: Any, *, hold: bool
+    state: EmaState,
+    values: Sequence[Any],
+    rates: PyTree,
+    observed: Any = True,
+    *,
+    hold: bool = True,
 ) -> EmaState:
-    """One step, given the leaves of the values and the rates of this step."""
-    ms, treedef = jax.tree.flatten(state.m)
+    """``update``, given the leaves of the values and the rates of this step."""
     weights, weightdef = jax.tree.flatten(state.weight)
-    powers = weightdef.flatten_up_to(state.decay_power)
-    rates = _checks.broadcast("decay", rates, weightdef, _decay.is_rate)
-    owners = owners_of(state)
-    masks = None
-    if observed is not True:
-        masks = _checks.masks("observed", observed, weightdef, weights)
+    each_rate = _checks.rates(rates, weightdef, weights, _decay.is_rate)
+    if observed is True:
+        return step(state, values, each_rate)
+    masks = _checks.masks("observed", observed, weightdef, weights)
+    counted: Any = True
+    if hold and jax.tree_util.all_leaves([observed]) and jnp.ndim(observed) == 0:
+        counted = observed
+    return step(state, values, each_rate, masks, hold=hold, counted=counted)
+
+
+def step(
+    state: EmaState,
+    values: Sequence[Any],
+    rates: Sequence[_decay.Rate],
+    masks: Sequence[Any] | None = None,
+    *,
+    hold: bool = True,
+    counted: Any = True,
+) -> EmaState:
+    """One step, with a rate and a mask for each weight of the state."""
+    ms, weights, powers, treedef, weightdef = parts(state)
+    compensated = state.residual.m is not None
+    residuals = [
+        *(treedef.flatten_up_to(state.residual.m) if compensated else [None] * len(ms)),
+        *weightdef.flatten_up_to(state.residual.weight),
+        *weightdef.flatten_up_to(state.residual.decay_power),
+    ]
+    old = [*ms, *weights, *powers]
+    n = len(weights)
+    owners = [*owners_of(state), *range(n), *range(n, 2 * n)]
+    rates = [*rates, *rates]
 
     xs = [cast(jnp.asarray(x), m.dtype) for x, m in zip(values, ms, strict=True)]
     ones = [jnp.ones_like(w) for w in weights]
     if masks is not None:
-        xs = [where(masks[o], x, 0) for x, o in zip(xs, owners, strict=True)]
+        xs = [where(masks[o], x, 0) for x, o in zip(xs, owners, strict=False)]
         ones = [where(mask, one, 0) for mask, one in zip(masks, ones, strict=True)]
-
-    scalars = [*weights, *powers]
-    scalar_residuals = [
-        *weightdef.flatten_up_to(state.residual.weight),
-        *weightdef.flatten_up_to(state.residual.decay_power),
-    ]
-    compensated = state.residual.m is not None
-    residuals = treedef.flatten_up_to(state.residual.m) if compensated else []
-    old = [*ms, *scalars]
-    old_residuals = [*(residuals if compensated else [None] * len(ms))]
-    old_residuals += scalar_residuals
-    n = range(len(weights))
+        if not hold:
+            rates[:n] = [
+                _unless_faded(*each)
+                for each in zip(rates, masks, weights, strict=False)
+            ]
     new, new_residuals = _step(
         rates,
-        [*owners, *n, *n],
+        owners,
         old,
-        old_residuals,
+        residuals,
         [*xs, *ones, *(jnp.zeros_like(p) for p in powers)],
         None if compensated else _dither(state.count),
     )
-    count = jnp.asarray(optax.safe_increment(state.count))
     if masks is not None and hold:
-        owned = [masks[o] for o in (*owners, *n, *n)]
+        owned = [masks[o % n] for o in owners]
         new = [where(o, a, b) for o, a, b in zip(owned, new, old, strict=True)]
         new_residuals = [
             None if b is None else where(o, a, b)
-            for o, a, b in zip(owned, new_residuals, old_residuals, strict=True)
+            for o, a, b in zip(owned, new_residuals, residuals, strict=True)
         ]
-        if jnp.ndim(observed) == 0 and jax.tree_util.all_leaves([observed]):
-            count = jnp.where(observed, count, state.count)
+    count = jnp.asarray(optax.safe_increment(state.count))
+    return rebuilt(
+        state,
+        new,
+        new_residuals
+        if compensated
+        else [*[None] * len(ms), *new_residuals[len(ms) :]],
+        count if counted is True else jnp.where(counted, count, state.count),
+    )
+
+
+def forget(state: EmaState, when: Any) -> EmaState:
+    """Drops all that the average has seen, where ``when``; the count stays.
+
+    βᵗ becomes 0, not 1: nothing of an earlier state may come in by ``merge`` either.
+    """
+
+    def drop(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: where(when, jnp.zeros_like(leaf), leaf), tree)
+
+    return EmaState(
+        drop(state.m),
+        drop(state.decay_power),
+        drop(state.weight),
+        state.count,
+        drop(state.residual),
+    )
+
+
+def parts(state: EmaState) -> tuple[list, list, list, Any, Any]:
+    """Leaves of m, weight and decay power, and the structures of the first two."""
+    ms, treedef = jax.tree.flatten(state.m)
+    weights, weightdef = jax.tree.flatten(state.weight)
+    powers = weightdef.flatten_up_to(state.decay_power)
+    return ms, weights, powers, treedef, weightdef
+
+
+def rebuilt(
+    state: EmaState, new: Sequence[Any], residuals: Sequence[Any], count: Any
+) -> EmaState:
+    """A state like ``state`` of other leaves: those of m, the weights, the powers."""
+    ms, weights, _, treedef, weightdef = parts(state)
     k, s = len(ms), len(ms) + len(weights)
     return EmaState(
         m=treedef.unflatten(new[:k]),
@@ -259,11 +320,37 @@ def advance(
         weight=weightdef.unflatten(new[k:s]),
         count=count,
         residual=Residual(
-            m=treedef.unflatten(new_residuals[:k]) if compensated else None,
-            decay_power=weightdef.unflatten(new_residuals[s:]),
-            weight=weightdef.unflatten(new_residuals[k:s]),
+            m=None if state.residual.m is None else treedef.unflatten(residuals[:k]),
+            decay_power=weightdef.unflatten(residuals[s:]),
+            weight=weightdef.unflatten(residuals[k:s]),
         ),
     )
+
+
+def compensated(state: EmaState) -> EmaState:
+    """The state with a residual of m."""
+    if state.residual.m is not None:
+        return state
+    zeros = jax.tree.map(jnp.zeros_like, state.m)
+    return state._replace(residual=state.residual._replace(m=zeros))
+
+
+def like(state: EmaState, other: EmaState) -> EmaState:
+    """The state without its residual of m, where ``other`` has none."""
+    if other.residual.m is not None:
+        return state
+    return state._replace(residual=state.residual._replace(m=None))
+
+
+def _unless_faded(rate: _decay.Rate, mask: Any, weight: jax.Array) -> _decay.Rate:
+    """The rate, or that of no change in a gap so long that the weight has faded.
+
+    Below 2⁻³⁰ of what the next value will weigh, the past changes no digit any more;
+    held there, the average stays defined in gaps in which its weight would underflow.
+    """
+    decay, alpha = (jnp.asarray(part, weight.dtype) for part in rate)
+    faded = ~mask & (weight < alpha * 2.0**-30)
+    return _decay.Rate(where(~faded, decay, 1), where(~faded, alpha, 0))
 
 
 def corrected(state: EmaState, like: PyTree = None) -> PyTree:
@@ -340,54 +427,32 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     >>> print(emaopt.corrected(emaopt.merge(one, three)))
     2.3333333
     """
-    values = _checks.matched("later.m", earlier.m, later.m)
+    _checks.matched("later.m", earlier.m, later.m)
     _checks.same_structure("later", earlier, later)
-    ms, treedef = jax.tree.flatten(earlier.m)
+    ms, weights, powers, _, _ = parts(earlier)
+    _, _, later_powers, _, weightdef = parts(later)
+    power_residuals = weightdef.flatten_up_to(later.residual.decay_power)
     compensated = earlier.residual.m is not None
-    weights, weightdef = jax.tree.flatten(earlier.weight)
-    ps, p_rs = (
-        weightdef.flatten_up_to(later.decay_power),
-        (weightdef.flatten_up_to(later.residual.decay_power)),
-    )
 
-    def parts(state: EmaState) -> tuple[list[jax.Array], list[Any]]:
-        rest = state.residual
-        return (
-            [*jax.tree.leaves((state.m, state.weight, state.decay_power))],
-            [
-                *(jax.tree.leaves(rest.m) if compensated else [None] * len(ms)),
-                *jax.tree.leaves((rest.weight, rest.decay_power)),
-            ],
-        )
+    def pairs(state: EmaState) -> list[tuple[Any, Any]]:
+        r = state.residual
+        rest = jax.tree.leaves(r.m) if compensated else [None] * len(ms)
+        values = jax.tree.leaves((state.m, state.weight, state.decay_power))
+        rest = [*rest, *jax.tree.leaves((r.weight, r.decay_power))]
+        return list(zip(values, rest, strict=True))
 
     n = len(weights)
+    added = pairs(later)
+    added[-n:] = [(jnp.zeros_like(p), jnp.zeros_like(p)) for p in powers]
     owners = [*owners_of(earlier), *range(n), *range(n)]
-    out = []
-    for index, (a, r_a, b, r_b) in enumerate(
-        zip(*parts(earlier), *parts(later), strict=True)
-    ):
-        if index >= len(owners) - n:  # the decay powers only multiply
-            b, r_b = jnp.zeros_like(b), jnp.zeros_like(b)
-        o = owners[index]
-        out.append(_scaled_sum(ps[o], p_rs[o], a, r_a, b, r_b))
-    k = len(ms)
-    new, rest = [m for m, _ in out], [r for _, r in out]
-    del values
-    return EmaState(
-        m=treedef.unflatten(new[:k]),
-        decay_power=weightdef.unflatten(new[k + n :]),
-        weight=weightdef.unflatten(new[k : k + n]),
-        count=jnp.where(
-            earlier.count > np.int32(2**31 - 1) - later.count,
-            np.int32(2**31 - 1),
-            earlier.count + later.count,
-        ),
-        residual=Residual(
-            m=treedef.unflatten(rest[:k]) if compensated else None,
-            decay_power=weightdef.unflatten(rest[k + n :]),
-            weight=weightdef.unflatten(rest[k : k + n]),
-        ),
-    )
+    out = [
+        _scaled_sum(later_powers[o], power_residuals[o], *a, *b)
+        for o, a, b in zip(owners, pairs(earlier), added, strict=True)
+    ]
+    most = np.int32(2**31 - 1)
+    full = earlier.count > most - later.count
+    count = jnp.where(full, most, earlier.count + later.count)
+    return rebuilt(earlier, [m for m, _ in out], [r for _, r in out], count)
 
 
 def filled(averages: PyTree, tree: PyTree) -> PyTree:
@@ -459,6 +524,26 @@ def _real(leaf: Any) -> Any:
 def _weight_dtype(tree: PyTree) -> Any:
     """The dtype of a weight over all of ``tree``."""
     return _checks.wide_dtype(*(_real(leaf) for leaf in jax.tree.leaves(tree)))
+
+
+@jax.custom_jvp
+def ratio(m: jax.Array, w: jax.Array) -> jax.Array:
+    """M / w; NaN where w = 0, without a NaN in its derivative."""
+    if m.dtype.kind == "c":
+        return _by_parts(ratio, m, w)
+    return m / cast(w, m.dtype)
+
+
+@ratio.defjvp
+def _ratio_jvp(primals: Any, tangents: Any) -> Any:
+    m, w = primals
+    d_m, d_w = tangents
+    out = ratio(m, w)
+    weight = cast(jnp.where(w == 0, 1, w), m.dtype)
+    d_out = (
+        d_m - where(w == 0, jnp.zeros_like(out), out) * cast(d_w, m.dtype)
+    ) / weight
+    return out, d_out
 
 
 def _step(
@@ -553,7 +638,8 @@ def _leaf_step(
         return new, y - (new - kept)
     if isinstance(moving, float) and not moving:
         return kept + y, None
-    noise = (moving * cast(dither, m.dtype)) * _spacing(m)
+    # Of the sum, not of m: just below a power of two the grid it lands on is coarser.
+    noise = (moving * cast(dither, m.dtype)) * _spacing(kept + y)
     return kept + (y + jnp.where(y == 0, 0, noise)), None
 
 
