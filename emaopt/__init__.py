@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from emaopt import schedules
 from emaopt._decay import (
     decay_from_alpha,
     decay_from_com,
@@ -10,6 +11,7 @@ from emaopt._decay import (
     halflife_from_decay,
 )
 from emaopt._lookup import eval_params, find_state
+from emaopt._overwrite import overwrite
 from emaopt._scan import ema_scan
 from emaopt._state import EmaState, Residual, corrected, init, merge, update
 from emaopt._transform import ParamsEmaState, ema, params_ema
@@ -32,6 +34,8 @@ __all__ = [
     "halflife_from_decay",
     "init",
     "merge",
+    "overwrite",
     "params_ema",
+    "schedules",
     "update",
 ]

@@ -118,6 +118,33 @@ def number_in_range(name: str, value: Any, inside: Callable, interval: str) -> N
         raise ValueError(f"{name} must be in {interval}, got {value}.")
 
 
+def real_number(name: str, value: Any, inside: Callable, interval: str) -> Any:
+    """Returns ``value``, one real number in the interval; traced it is not checked."""
+    if not concrete(value):
+        return value
+    dtype = dtype_of(value)
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, np.integer)
+    if not real or np.ndim(value):
+        raise TypeError(f"{name} must be a real number in {interval}, got {value!r}.")
+    number_in_range(name, value, inside, interval)
+    return float(value)
+
+
+def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    """Raises where two bounds are known, and the lower is above the upper."""
+    if concrete(low) and concrete(high) and low > high:
+        raise ValueError(
+            f"{low_name} must not be above {high_name}, got {low} and {high}."
+        )
+
+
+def one_of(name: str, value: Any, other_name: str, other: Any) -> None:
+    """Raises unless exactly one of two arguments is given."""
+    if (value is None) == (other is None):
+        given = "neither" if value is None else "both"
+        raise ValueError(f"give {name} or {other_name}, and not both; got {given}.")
+
+
 def decay_dtype(name: str, value: Any) -> None:
     """Raises unless ``value`` is a real number, held in float32 at least."""
     dtype = dtype_of(value)
@@ -463,6 +490,14 @@ def ambiguous(found: list[str]) -> NoReturn:
     raise LookupError(
         f"found {len(found)} averages of the same leaves:{listed}\n"
         "Choose one with which=, by its index or by a name on its path."
+    )
+
+
+def fast_parameters(path: jax.tree_util.KeyPath, advice: str) -> NoReturn:
+    """Raises for an average inside ``optax.lookahead``."""
+    _fail(
+        f"params_ema {where(path)}: found inside optax.lookahead, where it sees the "
+        f"fast parameters before they are synchronised. {advice}"
     )
 
 

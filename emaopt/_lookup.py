@@ -51,14 +51,16 @@ def eval_params(
     4.0
     """
     found = _averages(opt_state, which, _transform.ParamsEmaState)
-    averages = [node.ema for _, node in found]
+    for path, _, _ in found:
+        if _in_lookahead(opt_state, path):
+            _checks.fast_parameters(path, _OUTSIDE)
     result, covered = params, set()
-    for average in averages:
-        mine = _covers(average, params)
+    for _, node, _ in found:
+        mine = _covers(node.ema, params)
         if mine & covered:
-            _checks.ambiguous(_listed(found))
+            _checks.ambiguous([line for _, _, line in found])
         covered |= mine
-        result = _state.corrected(average, like=result)
+        result = _state.corrected(node.ema, like=result)
     return result
 
 
@@ -89,33 +91,48 @@ def find_state(opt_state: optax.OptState, which: Any = None) -> _state.EmaState:
     >>> print(emaopt.find_state(state).count)
     0
     """
-    kinds = (_transform.ParamsEmaState, _state.EmaState)
-    found = _averages(opt_state, which, kinds)
+    found = _averages(opt_state, which, (_transform.ParamsEmaState, _state.EmaState))
     if len(found) > 1:
-        _checks.ambiguous(_listed(found))
+        _checks.ambiguous([line for _, _, line in found])
     state = found[0][1]
     return state.ema if isinstance(state, _transform.ParamsEmaState) else state
 
 
-def _averages(opt_state: Any, which: Any, kinds: Any) -> list[tuple[Any, Any]]:
-    """The averages of the given kinds with their paths, as ``which`` chooses."""
+def _averages(opt_state: Any, which: Any, kinds: Any) -> list[tuple[Any, Any, str]]:
+    """Path, node and description of the averages ``which`` chooses of some kinds."""
     known = (_transform.ParamsEmaState, _state.EmaState)
-    nodes = jax.tree_util.tree_flatten_with_path(
-        opt_state, is_leaf=lambda node: isinstance(node, known)
-    )[0]
-    every = [(path, node) for path, node in nodes if isinstance(node, known)]
-    found = [(path, node) for path, node in every if isinstance(node, kinds)]
+    every = _nodes(opt_state, known)
+    found = [pair for pair in every if isinstance(pair[1], kinds)]
     if not found:
-        _checks.none_found(kinds is _transform.ParamsEmaState, _listed(every))
+        parameters = kinds is _transform.ParamsEmaState
+        _checks.none_found(parameters, [_described(*pair) for pair in every])
+    listed = [
+        (path, node, f"{index}: {_described(path, node)}")
+        for index, (path, node) in enumerate(found)
+    ]
     if which is None:
-        return found
+        return listed
     if isinstance(which, int) and not isinstance(which, bool):
-        chosen = found[which : which + 1] if which >= 0 else []
+        chosen = listed[which : which + 1] if which >= 0 else []
     else:
-        chosen = [pair for pair in found if which in _names(pair[0])]
+        chosen = [entry for entry in listed if which in _names(entry[0])]
     if not chosen:
-        _checks.no_such(which, _listed(found))
+        _checks.no_such(which, [line for _, _, line in listed])
     return chosen
+
+
+def _nodes(opt_state: Any, kinds: Any) -> list[tuple[Any, Any]]:
+    """The paths and the outermost nodes of some kinds."""
+    nodes = jax.tree_util.tree_flatten_with_path(
+        opt_state, is_leaf=lambda node: isinstance(node, kinds)
+    )[0]
+    return [(path, node) for path, node in nodes if isinstance(node, kinds)]
+
+
+def _in_lookahead(opt_state: Any, path: Any) -> bool:
+    """Whether the average at ``path`` sees the fast parameters of a lookahead only."""
+    wrappers = [p for p, _ in _nodes(opt_state, optax.LookaheadState)]
+    return any(path[: len(wrapper)] == wrapper for wrapper in wrappers)
 
 
 def _names(path: Any) -> list[Any]:
@@ -123,17 +140,15 @@ def _names(path: Any) -> list[Any]:
     return [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
 
 
-def _listed(found: list[tuple[Any, Any]]) -> list[str]:
-    """One line for each average: its index, kind, path and leaves."""
-    lines = []
-    for index, (path, node) in enumerate(found):
-        params = isinstance(node, _transform.ParamsEmaState)
-        m = node.ema.m if params else node.m
-        lines.append(
-            f"{index}: {'params_ema' if params else 'ema'} "
-            f"{_checks.where(path)}, {len(jax.tree.leaves(m))} leaves"
-        )
-    return lines
+def _described(path: Any, node: Any) -> str:
+    """One average in an error: its kind, path and leaves."""
+    params = isinstance(node, _transform.ParamsEmaState)
+    m = node.ema.m if params else node.m
+    leaves = len(jax.tree.leaves(m))
+    kind = "params_ema" if params else "ema"
+    return (
+        f"{kind} {_checks.where(path)}, {leaves} {'leaf' if leaves == 1 else 'leaves'}"
+    )
 
 
 def _covers(average: _state.EmaState, params: PyTree) -> set[int]:

@@ -185,7 +185,7 @@ def params_ema(
         _checks.params_given("params_ema", params)
         before = _checks.matched("params", state.ema.m, params)
         changes = _checks.matched("updates", state.ema.m, updates, rule="added")
-        ok = _all_finite(_after(before, changes)) if skip_nonfinite else True
+        ok = _all_finite(after_step(before, changes)) if skip_nonfinite else True
         step = jnp.asarray(optax.safe_increment(state.step))
 
         def keep(average: _state.EmaState, before: Any, changes: Any) -> Any:
@@ -194,12 +194,12 @@ def params_ema(
 
         def absorb(average: _state.EmaState, before: Any, changes: Any) -> Any:
             rates = _per_absorption(decay, average.count, every)
-            after = _after(before, changes)
+            after = after_step(before, changes)
             return _state.advance(average, after, rates, ok, hold=True)
 
         def follow(average: _state.EmaState, before: Any, changes: Any) -> Any:
             ms, treedef = jax.tree.flatten(average.m)
-            after = _after(before, changes)
+            after = after_step(before, changes)
             current = [_state.cast(x, m.dtype) for x, m in zip(after, ms, strict=True)]
             return average._replace(m=treedef.unflatten(current))
 
@@ -247,7 +247,7 @@ def _all_finite(leaves: Sequence[Any]) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves], bool))
 
 
-def _after(before: Sequence[Any], changes: Sequence[Any]) -> list[jax.Array]:
+def after_step(before: Sequence[Any], changes: Sequence[Any]) -> list[jax.Array]:
     """The parameters after the step, rounded as ``optax.apply_updates`` rounds."""
     after = []
     for p, u in zip(before, changes, strict=True):
