@@ -6,7 +6,7 @@ Facts that are static under ``jit`` (structure, shape, dtype) raise the
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import chex
@@ -505,3 +505,52 @@ def no_such(which: Any, found: list[str]) -> NoReturn:
     """Raises where ``which`` names no average."""
     listed = "".join(f"\n  {line}" for line in found)
     raise LookupError(f"which={which!r} is none of the averages found:{listed}")
+
+
+def flax_missing(module: str, error: ImportError) -> NoReturn:
+    """Raises where an adapter is imported without Flax."""
+    raise ImportError(
+        f'{module} needs Flax, which is an extra: pip install "emaopt[flax]" ({error}).'
+    ) from error
+
+
+def collections(given: dict[str, Any]) -> None:
+    """Raises unless every collection is a mapping of variables."""
+    for name, value in given.items():
+        if not isinstance(value, Mapping):
+            raise TypeError(
+                f"{name} must be a collection of variables (a dict) or a field of the "
+                f"state, got {type(value).__name__}."
+            )
+
+
+def known(name: str, given: Iterable[str], expected: Iterable[str]) -> None:
+    """Raises unless ``given`` names only collections that are there."""
+    for key in given:
+        if key not in expected:
+            there = ", ".join(repr(key) for key in expected) or "none"
+            raise ValueError(
+                f"{name} must name collections of the state, got {key!r}; "
+                f"given to create: {there}."
+            )
+
+
+def no_batches() -> NoReturn:
+    """Raises where a mean over batches has none."""
+    raise ValueError("batches must give at least one batch, got none.")
+
+
+def no_batch_norm(kind: str, place: str) -> NoReturn:
+    """Raises where there are no statistics to recompute."""
+    raise ValueError(
+        f"found no {kind} that {place}: there are no statistics to recompute. A "
+        "function that is jitted already hides them: pass it as it is."
+    )
+
+
+def none_selected(only: Any) -> NoReturn:
+    """Raises where a filter leaves nothing to average."""
+    raise ValueError(
+        f"only={only!r} must select at least one Variable of floating-point numbers, "
+        "got none."
+    )
