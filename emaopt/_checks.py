@@ -5,7 +5,9 @@ Facts that are static under ``jit`` (structure, shape, dtype) raise the
 ``ValueError`` or ``TypeError`` where they are given.
 """
 
+import datetime
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -36,6 +38,9 @@ def concrete(value: Any) -> bool:
 def dtype_of(leaf: Any) -> np.dtype:
     """The dtype JAX gives ``leaf``; object where it is no array at all."""
     if hasattr(leaf, "dtype"):
+        plain = isinstance(leaf, (np.ndarray, np.generic))
+        if plain and leaf.dtype != jax.dtypes.float0:
+            return jax.dtypes.canonicalize_dtype(leaf.dtype)
         return leaf.dtype
     try:
         return np.dtype(jnp.result_type(leaf))
@@ -249,6 +254,8 @@ def matched(
     for index, (acc, leaf) in enumerate(zip(accumulators, found, strict=True)):
         if is_masked(acc):
             continue
+        if not jax.tree_util.all_leaves([leaf]):
+            _structure_differs(name, m, tree, advice)
         x = leaf if hasattr(leaf, "shape") else np.asarray(leaf)
         expected = acc.shape
         if time:
@@ -262,7 +269,7 @@ def matched(
             )
             chex.assert_rank(x, len(expected), custom_message=message)
             chex.assert_shape(x, expected, custom_message=message)
-        _assert_dtype(name, m, index, acc.dtype, x, rule)
+        _assert_dtype(name, m, index, acc.dtype, leaf, rule)
         leaves.append(leaf)
     return leaves
 
@@ -366,6 +373,25 @@ def _structure_differs(
     _fail(f"{name} {difference}. {advice}")
 
 
+def time_axis(
+    values: list[Any], decay: Any, observed: Any, reset: Any
+) -> tuple[int, ...]:
+    """The shape (T,) of the time axis, that of whatever has one."""
+    for leaf in [*values, *jax.tree.leaves((observed, reset, decay))]:
+        if np.ndim(leaf):
+            return np.shape(leaf)[:1]
+    return (0,)
+
+
+def blocked_applies(possible: bool) -> None:
+    """Raises where the blocked method cannot compute what is asked."""
+    if not possible:
+        raise ValueError(
+            'method="blocked" needs real values, one decay for all steps, no observed '
+            'and no reset; use method="scan" or "associative".'
+        )
+
+
 def sequence(name: str, values: Any) -> jax.Array:
     """``values`` as an array of numbers with a leading time axis."""
     if not is_number(values) and not isinstance(values, (list, tuple)):
@@ -375,6 +401,116 @@ def sequence(name: str, values: Any) -> jax.Array:
         message = f"{name}: found shape (), expected a leading time axis."
         chex.assert_rank(values, 1, custom_message=message)
     return values
+
+
+def decay_or_times(decay: Any, times: Any, halflife: Any) -> None:
+    """Raises unless there is a decay, or times with a half-life, and not both."""
+    if decay is None and times is None:
+        if halflife is not None:
+            raise ValueError(
+                f"halflife={halflife!r} goes with times; for steps of equal length "
+                "give decay=decay_from_halflife(halflife)."
+            )
+        raise ValueError(
+            "give a decay (decay_from_alpha, decay_from_com, decay_from_span and "
+            "decay_from_halflife make one), or times with halflife; got neither."
+        )
+    if decay is not None:
+        for name, value in (("times", times), ("halflife", halflife)):
+            if value is not None:
+                raise ValueError(
+                    f"give a decay, or times with halflife, and not both; got "
+                    f"decay={decay!r} and {name}."
+                )
+        if callable(decay) or np.shape(decay) != ():
+            raise ValueError(f"decay must be one number in [0, 1), got {decay!r}.")
+    elif halflife is None:
+        raise ValueError("times need a halflife, got halflife=None.")
+
+
+def series(arrays: dict[str, Any], *, real: bool) -> list[jax.Array]:
+    """The named ``arrays``, of numbers, with a time axis and of one shape."""
+    found = [sequence(name, values) for name, values in arrays.items()]
+    for name, x in zip(arrays, found, strict=True):
+        if real and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(f"{name} must be real, got dtype {x.dtype}.")
+        if x.shape != found[0].shape:
+            message = (
+                f"{name}: found shape {x.shape}, expected {found[0].shape}, that of "
+                f"{next(iter(arrays))}."
+            )
+            chex.assert_equal_shape([x, found[0]], custom_message=message)
+    return found
+
+
+def common_dtype(*arrays: jax.Array) -> np.dtype:
+    """The dtype of what is made from all ``arrays``: theirs, or the widest."""
+    dtypes = {output_dtype(x) for x in arrays}
+    return dtypes.pop() if len(dtypes) == 1 else wide_dtype(*dtypes)
+
+
+def axis(name: str, value: Any, rank: int) -> int:
+    """An axis of an array of ``rank`` dimensions, counted from the front."""
+    expected = f"{name} must be a whole number in [{-rank}, {rank}), got {value!r}."
+    try:
+        index = operator.index(value)
+    except TypeError:
+        raise TypeError(expected) from None
+    if not -rank <= index < rank:
+        raise ValueError(expected)
+    return index % rank
+
+
+def times(times: Any, halflife: Any, steps: int) -> tuple[Any, Any]:
+    """Times and half-life: NumPy arrays and a number or timedelta, unless traced."""
+    if concrete(times):
+        times = np.asarray(times)
+    if times.shape != (steps,):
+        raise ValueError(
+            f"times must have one value for each step: found shape {times.shape}, "
+            f"expected ({steps},)."
+        )
+    dates = times.dtype.kind == "M"
+    real = jnp.issubdtype(times.dtype, jnp.floating)
+    if not (dates or real or jnp.issubdtype(times.dtype, np.integer)):
+        raise TypeError(
+            f"times must be real numbers or numpy.datetime64, got dtype {times.dtype}."
+        )
+    if isinstance(times, np.ndarray):
+        times = times.astype(np.float64) if real else times
+        for index in np.flatnonzero(~np.isfinite(times))[:1]:
+            raise ValueError(
+                f"times must be finite, got {times[index]} at step {index}."
+            )
+        for index in np.flatnonzero(times[1:] < times[:-1])[:1]:
+            raise ValueError(
+                f"times must not decrease, got {times[index + 1]} at step "
+                f"{index + 1}, after {times[index]}."
+            )
+    else:
+        checkify.debug_check(
+            jnp.all(times[1:] >= times[:-1]), "times must not decrease."
+        )
+    interval = isinstance(halflife, (np.timedelta64, datetime.timedelta))
+    if dates != interval:
+        expected = "a timedelta, since times are dates" if dates else "a number"
+        raise TypeError(f"halflife must be {expected}, got {halflife!r}.")
+    if dates:
+        halflife = np.timedelta64(halflife)
+        if not halflife.astype(np.int64) > 0:
+            raise ValueError(f"halflife must be positive, got {halflife!r}.")
+        try:
+            np.result_type(np.diff(times), halflife)
+        except TypeError:
+            raise ValueError(
+                f"halflife={halflife!r} has no fixed length in the unit of times, "
+                f"{times.dtype}."
+            ) from None
+    else:
+        halflife = real_number(
+            "halflife", halflife, lambda h: (h > 0) & (h < np.inf), "(0, inf)"
+        )
+    return times, halflife
 
 
 def params_given(name: str, params: Any) -> None:

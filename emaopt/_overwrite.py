@@ -6,7 +6,7 @@ import jax
 import optax
 from jax import lax
 
-from emaopt import _checks, _state, _transform
+from emaopt import _arithmetic, _checks, _state, _transform
 
 
 def overwrite(
@@ -83,6 +83,7 @@ def overwrite(
     ) -> tuple[optax.Updates, _transform.ParamsEmaState]:
         del extra_args
         _checks.params_given("overwrite", params)
+        new: Any
         updates, new = average.update(updates, state, params)
         before = _checks.matched("params", new.ema.m, params)
         changes = _checks.matched("updates", new.ema.m, updates, rule="added")
@@ -113,5 +114,5 @@ def _change(before: Any, target: jax.Array, update: Any) -> jax.Array:
     """The update that takes the parameters to ``target``, in its own dtype."""
     dtype = _checks.dtype_of(update)
     wide = _checks.wide_dtype(target.dtype, dtype)
-    difference = _state.cast(target, wide) - _state.cast(before, wide)
-    return _state.cast(difference, dtype)
+    difference = _arithmetic.cast(target, wide) - _arithmetic.cast(before, wide)
+    return _arithmetic.cast(difference, dtype)

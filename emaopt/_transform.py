@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from emaopt import _checks, _decay, _state
+from emaopt import _arithmetic, _checks, _decay, _state
 
 PyTree = Any
 
@@ -96,7 +96,7 @@ def ema(
             emitted = _state.corrected(state, like=emitted)
         else:
             emitted = jax.tree.map(
-                lambda m, leaf: _state.cast(m, leaf.dtype), state.m, emitted
+                lambda m, leaf: _arithmetic.cast(m, leaf.dtype), state.m, emitted
             )
         return _state.filled(emitted, updates), state
 
@@ -200,7 +200,9 @@ def params_ema(
         def follow(average: _state.EmaState, before: Any, changes: Any) -> Any:
             ms, treedef = jax.tree.flatten(average.m)
             after = after_step(before, changes)
-            current = [_state.cast(x, m.dtype) for x, m in zip(after, ms, strict=True)]
+            current = [
+                _arithmetic.cast(x, m.dtype) for x, m in zip(after, ms, strict=True)
+            ]
             return average._replace(m=treedef.unflatten(current))
 
         if every_call:
@@ -253,14 +255,19 @@ def after_step(before: Sequence[Any], changes: Sequence[Any]) -> list[jax.Array]
     for p, u in zip(before, changes, strict=True):
         p, u = jnp.asarray(p), jnp.asarray(u)
         wide = p.dtype if p.dtype == u.dtype else _checks.wide_dtype(p.dtype, u.dtype)
-        after.append(_state.cast(_state.cast(p, wide) + _state.cast(u, wide), p.dtype))
+        total = _arithmetic.cast(p, wide) + _arithmetic.cast(u, wide)
+        rounded = _arithmetic.cast(total, p.dtype)
+        if jnp.finfo(p.dtype).bits < 32:
+            # XLA would leave out a rounding that it sees undone right after.
+            rounded = lax.optimization_barrier(rounded)
+        after.append(rounded)
     return after
 
 
 def _per_absorption(decay: Any, count: Any, every: Any) -> PyTree:
     """The rates of one absorption: β^every where β is a constant decay per call."""
     return jax.tree.map(
-        lambda leaf, rate: rate if callable(leaf) else _state.power(rate, every),
+        lambda leaf, rate: rate if callable(leaf) else _arithmetic.power(rate, every),
         decay,
         _decay.resolve(decay, count),
         is_leaf=callable,

@@ -202,14 +202,14 @@ def power(
     _checks.one_of("gamma", gamma, "sigma_rel", sigma_rel)
     if sigma_rel is not None:
         gamma = gamma_from_sigma_rel(sigma_rel)
-    gamma = _checks.real_number(
+    exponent = 1 + _checks.real_number(
         "gamma", gamma, lambda g: (g >= 0) & (g < math.inf), "[0, inf)"
     )
 
     def schedule(count: Any) -> jax.Array:
         t = _float32(count)
         # 1 − β first: it is what must be right where β is near 1.
-        alpha = -jnp.expm1(-(gamma + 1) * jnp.log1p(1 / jnp.maximum(t, 0.5)))
+        alpha = -jnp.expm1(-exponent * jnp.log1p(1 / jnp.maximum(t, 0.5)))
         return jnp.where(t > 0, 1 - alpha, 0)
 
     return schedule
