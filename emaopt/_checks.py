@@ -110,7 +110,7 @@ def whole(name: str, value: Any, *, least: int) -> Any:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(expected) from None
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, (str, bytes)) or dtype_of(value) == np.bool_:
         raise TypeError(expected)
     if not (number >= least and number == math.floor(number) < 2**31):
         raise ValueError(expected)
