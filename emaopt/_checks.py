@@ -43,7 +43,7 @@ def dtype_of(leaf: Any) -> np.dtype:
             return jax.dtypes.canonicalize_dtype(leaf.dtype)
         return leaf.dtype
     try:
-        return np.dtype(jnp.result_type(leaf))
+        return np.dtype(object if leaf is None else jnp.result_type(leaf))
     except TypeError:
         return np.dtype(object)
 
@@ -153,7 +153,7 @@ def one_of(name: str, value: Any, other_name: str, other: Any) -> None:
 def decay_dtype(name: str, value: Any) -> None:
     """Raises unless ``value`` is a real number, held in float32 at least."""
     dtype = dtype_of(value)
-    if not is_number(value) or dtype == np.bool_ or value is None:
+    if not is_number(value) or dtype == np.bool_:
         raise TypeError(
             f"{name} must be a real number, an optax.Schedule or a pytree of them, "
             f"got {value!r}."

@@ -165,7 +165,7 @@ def uniform(window: int | None = None) -> optax.Schedule:
 
     def schedule(count: Any) -> jax.Array:
         seen = _float32(count) + 1
-        return 1 - 1 / (seen if window is None else jnp.minimum(seen, window))
+        return 1 - 1 / (seen if window is None else jnp.minimum(seen, _float32(window)))
 
     return schedule
 
