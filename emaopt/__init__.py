@@ -10,9 +10,10 @@ from emaopt._decay import (
     decay_from_span,
     halflife_from_decay,
 )
+from emaopt._ewm import ewm_corr, ewm_cov, ewm_mean, ewm_std, ewm_var
 from emaopt._lookup import eval_params, find_state
 from emaopt._overwrite import overwrite
-from emaopt._scan import ema_scan
+from emaopt._scan import ema_scan, scan
 from emaopt._state import EmaState, Residual, corrected, init, merge, update
 from emaopt._transform import ParamsEmaState, ema, params_ema
 
@@ -30,12 +31,18 @@ __all__ = [
     "ema",
     "ema_scan",
     "eval_params",
+    "ewm_corr",
+    "ewm_cov",
+    "ewm_mean",
+    "ewm_std",
+    "ewm_var",
     "find_state",
     "halflife_from_decay",
     "init",
     "merge",
     "overwrite",
     "params_ema",
+    "scan",
     "schedules",
     "update",
 ]

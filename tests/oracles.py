@@ -64,7 +64,78 @@ def corrected(values, decay):
 
 
 def ulps(found, values, decay):
-    """The error of every corrected average in ulp: 2⁻²³ of the average of |x|."""
+    """The error of every corrected average in ulp: 2⁻²³ of the average of |x|.
+
+    Where that is below 1e-26, of 1e-26: products near it are below float32's range.
+    """
     found, values = np.asarray(found), np.asarray(values)
     error = np.abs(found.astype(np.float64) - corrected(values, decay))
-    return error / (ULP * corrected(np.abs(values), decay))
+    return error / (ULP * np.maximum(corrected(np.abs(values), decay), 1e-26))
+
+
+def window(seen, decays, adjust=True, ignore_na=False, rest=None):
+    """The normalised weights v of all values (columns) at every step (rows).
+
+    By definition: adjusted, the weight of a value is the product of the decays of the
+    steps behind it that count (with ``ignore_na`` those that are seen). Else what is
+    there keeps the product of the decays since the last value, the next value gets
+    ``rest`` (None: what is left of 1), and the sum is made 1 again.
+    """
+    steps = len(seen)
+    rows = np.zeros((steps, steps))
+    for t in range(steps if adjust else 0):
+        if t and not seen[t]:
+            rows[t] = rows[t - 1]  # all fade alike
+        for i in np.flatnonzero(seen[: t + 1]) if seen[t] else ():
+            counted = seen[i + 1 : t + 1] if ignore_na else True
+            rows[t, i] = np.prod(np.where(counted, decays[i + 1 : t + 1], 1.0))
+    past, left = np.zeros(steps), 0.0
+    for t in range(0 if adjust else steps):
+        left *= decays[t] if seen[t] or not ignore_na else 1.0
+        if seen[t]:
+            new = np.eye(steps)[t] * (1 - left if rest is None else rest)
+            past = left * past + new
+            past, left = past / past.sum(), 1.0
+        rows[t] = past
+    with np.errstate(invalid="ignore"):
+        return rows / rows.sum(1, keepdims=True)
+
+
+def ewm(name, x, y, decays, bias=False, **options):
+    """A moment of columns over time, the size to measure errors against, and 1 − Σ v².
+
+    Weighted sums over pairs of values, none of which cancels: the variance is
+    Σ v_i v_j (x_i − x_j)² over the pairs i < j, and 1 − Σ v² is 2 Σ v_i v_j. The size
+    of a mean is that of |x|, of a covariance the product of the deviations. The last is
+    1 where nothing is divided by it.
+    """
+    if x.ndim > 1:
+        columns = [
+            ewm(name, a, b, decays, bias, **options)
+            for a, b in zip(x.T, y.T, strict=True)
+        ]
+        return tuple(np.stack(part, axis=1) for part in zip(*columns, strict=True))
+    if name not in ("cov", "corr"):
+        y = x
+    seen = np.isfinite(x) & np.isfinite(y)
+    v = window(seen, decays, **options)
+    x, y = (np.where(seen, z, 0).astype(np.float64) for z in (x, y))
+    ones = np.ones(len(x))
+    if name == "mean":
+        return v @ x, v @ np.abs(x), ones
+    dx, dy = (z[:, None] - z[None, :] for z in (x, y))
+
+    def pairs(a):
+        return np.einsum("ti,tj,ij->t", v, v, a) / 2
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        size = np.sqrt(pairs(dx * dx)) * np.sqrt(pairs(dy * dy))
+        if name == "corr":
+            return pairs(dx * dy) / size, ones, ones
+        left = ones if bias else 2 * pairs(1 - np.eye(len(x)))
+        value, size = (
+            np.where(left == 0, np.nan, a / left) for a in (pairs(dx * dy), size)
+        )
+        if name == "std":
+            value, size = np.sqrt(value), np.sqrt(size)
+        return value, size, left
