@@ -56,8 +56,8 @@ import optax
 from emaopt import _checks, _flax, _lookup, _state, _transform
 
 try:
+    from flax import core, struct
     from flax import linen as nn
-    from flax import struct
     from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
     from flax.training import train_state
 except ImportError as error:
@@ -140,10 +140,7 @@ class TrainState(train_state.TrainState):
             range.
           TypeError: a collection that is no mapping.
         """
-        fields = {field.name for field in dataclasses.fields(cls)}
-        given = {name: kwargs[name] for name in kwargs if name not in fields}
-        rest = {name: kwargs[name] for name in kwargs if name in fields}
-        _checks.collections(given)
+        given, rest = cls._sorted(kwargs)
         _checks.known("average", average or {}, given)
         transformations = tuple(
             (name, _transform.ema(decay, skip_nonfinite=skip_nonfinite))
@@ -175,10 +172,9 @@ class TrainState(train_state.TrainState):
           AssertionError: parameters or a collection do not fit their average; the
             message names the leaf.
           ValueError: a collection that ``create`` was not given.
+          TypeError: a collection that is no mapping.
         """
-        fields = {field.name for field in dataclasses.fields(self)}
-        given = {name: kwargs[name] for name in kwargs if name not in fields}
-        rest = {name: kwargs[name] for name in kwargs if name in fields}
+        given, rest = self._sorted(kwargs)
         _checks.known("apply_gradients", given, self.collections)
         averages = dict(self.averages)
         for name, transformation in self.transformations:
@@ -219,6 +215,15 @@ class TrainState(train_state.TrainState):
             _checks.matched(name, state.m, self.collections[name], rule="read")
             averages[name] = _state.corrected(state, like=self.collections[name])
         return {**variables, **averages}
+
+    @classmethod
+    def _sorted(cls, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Collections, as plain dicts whatever Flax made them, and fields."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        rest = {name: kwargs[name] for name in kwargs if name in fields}
+        given = {name: kwargs[name] for name in kwargs if name not in fields}
+        _checks.collections(given)
+        return {name: core.unfreeze(given[name]) for name in given}, rest
 
     def __getattr__(self, name: str) -> PyTree:
         """The collection ``name``."""
