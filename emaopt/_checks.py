@@ -671,6 +671,14 @@ def known(name: str, given: Iterable[str], expected: Iterable[str]) -> None:
             )
 
 
+def not_static(name: str, decay: Any) -> NoReturn:
+    """Raises for a decay that cannot be a static field."""
+    raise TypeError(
+        f"{name} must be one number whose value is known, or an optax.Schedule, "
+        f"got {decay!r}."
+    )
+
+
 def no_batches() -> NoReturn:
     """Raises where a mean over batches has none."""
     raise ValueError("batches must give at least one batch, got none.")

@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from emaopt import _checks, _state, schedules
+from emaopt import _checks, _decay, _state, schedules
 
 PyTree = Any
 
@@ -16,6 +18,33 @@ def averaged(tree: PyTree) -> PyTree:
     return jax.tree.map(
         lambda leaf: leaf if _checks.is_inexact(leaf) else optax.MaskedNode(), tree
     )
+
+
+def known(leaf: Any) -> bool:
+    """Whether the value of one decay is known while tracing."""
+    return _checks.concrete(leaf) and np.ndim(leaf) == 0
+
+
+def static_decay(name: str, decay: Any) -> Any:
+    """A decay that can be compared by its value: a Python float or a schedule."""
+    _decay.check(decay, name)
+    if callable(decay):
+        return decay
+    if _decay.is_tree(decay) or not known(decay):
+        _checks.not_static(name, decay)
+    return float(decay)
+
+
+def absorb(
+    name: str, state: _state.EmaState, tree: PyTree, decay: Any, skip_nonfinite: bool
+) -> _state.EmaState:
+    """One step; errors call ``tree`` by its ``name``."""
+    leaves = _checks.matched(name, state.m, tree)
+    observed: Any = True
+    if skip_nonfinite:
+        finite = [jnp.isfinite(leaf).all() for leaf in leaves]
+        observed = jnp.all(jnp.array(finite, bool))
+    return _state.update(state, tree, decay, observed=observed)
 
 
 def mean_over(

@@ -53,7 +53,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from emaopt import _checks, _flax, _lookup, _state, _transform
+from emaopt import _checks, _flax, _lookup, _state
 
 try:
     from flax import core, struct
@@ -79,7 +79,8 @@ class TrainState(train_state.TrainState):
         name, each the latest that ``apply_gradients`` was given. They can be read as
         attributes too: ``state.batch_stats``.
       averages: an ``EmaState`` for each collection that is averaged.
-      transformations: how they are averaged; static.
+      decays: the collections that are averaged, and the decay of each; static.
+      skip_nonfinite: whether what is not finite is left out of them; static.
 
     >>> import emaopt.linen
     >>> import flax.linen as nn
@@ -106,9 +107,8 @@ class TrainState(train_state.TrainState):
 
     collections: dict[str, PyTree]
     averages: dict[str, _state.EmaState]
-    transformations: tuple[tuple[str, optax.GradientTransformation], ...] = (
-        struct.field(pytree_node=False)
-    )
+    decays: tuple[tuple[str, Any], ...] = struct.field(pytree_node=False)
+    skip_nonfinite: bool = struct.field(pytree_node=False)
 
     @classmethod
     def create(
@@ -127,9 +127,9 @@ class TrainState(train_state.TrainState):
           apply_fn: usually ``model.apply``.
           params: the parameters.
           tx: an optimizer with ``emaopt.params_ema`` in it, for ``eval_variables``.
-          average: the collections to average, and the decay of each: anything that
-            ``emaopt.ema`` takes, such as ``{"batch_stats": 0.999}``. Collections that
-            are not named are kept as they are last.
+          average: the collections to average, and the decay of each, a number in
+            [0, 1) or an ``optax.Schedule``: ``{"batch_stats": 0.999}``. Collections
+            that are not named are kept as they are last.
           skip_nonfinite: a collection with a NaN or an infinity in it does not enter
             its average. (For the parameters say so to ``params_ema``.)
           **kwargs: the collections by name, and the fields of a subclass.
@@ -138,12 +138,14 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: ``average`` names a collection that is not there; a decay out of
             range.
-          TypeError: a collection that is no mapping.
+          TypeError: a collection that is no mapping; a decay whose value is not known
+            yet, or that is a tree.
         """
         given, rest = cls._sorted(kwargs)
         _checks.known("average", average or {}, given)
-        transformations = tuple(
-            (name, _transform.ema(decay, skip_nonfinite=skip_nonfinite))
+        # Static fields are compared by value: no functions made here.
+        decays = tuple(
+            (name, _flax.static_decay(f"average[{name!r}]", decay))
             for name, decay in (average or {}).items()
         )
         return super().create(
@@ -151,8 +153,11 @@ class TrainState(train_state.TrainState):
             params=params,
             tx=tx,
             collections=given,
-            averages={name: t.init(given[name]) for name, t in transformations},
-            transformations=transformations,
+            averages={
+                name: _state.init(_flax.averaged(given[name])) for name, _ in decays
+            },
+            decays=decays,
+            skip_nonfinite=_checks.flag("skip_nonfinite", skip_nonfinite),
             **rest,
         )
 
@@ -177,11 +182,11 @@ class TrainState(train_state.TrainState):
         given, rest = self._sorted(kwargs)
         _checks.known("apply_gradients", given, self.collections)
         averages = dict(self.averages)
-        for name, transformation in self.transformations:
+        for name, decay in self.decays:
             if name in given:
-                _checks.matched(name, averages[name].m, given[name])
-                average: Any = transformation.update(given[name], averages[name])[1]
-                averages[name] = average
+                averages[name] = _flax.absorb(
+                    name, averages[name], given[name], decay, self.skip_nonfinite
+                )
         rest.setdefault("collections", {**self.collections, **given})
         rest.setdefault("averages", averages)
         return super().apply_gradients(grads=grads, **rest)

@@ -132,7 +132,7 @@ class EMA(nnx.Pytree):
     ):
         _decay.check(decay)
         leaves, self._structure = jax.tree.flatten(decay, is_leaf=callable)
-        known = [callable(leaf) or _is_known(leaf) for leaf in leaves]
+        known = [callable(leaf) or _flax.known(leaf) for leaf in leaves]
         # Static attributes must be hashable, arrays are data.
         self._known = tuple(
             (leaf if callable(leaf) else float(leaf)) if static else None
@@ -190,11 +190,7 @@ class EMA(nnx.Pytree):
         """
         state = _pure(self.average)
         values = _pure(_named(_split(model, self._filter(), self.graph)[1]))
-        leaves = _checks.matched("model", state.m, values)
-        observed: Any = True
-        if self.skip_nonfinite:
-            observed = jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves]))
-        new = _state.update(state, values, self.decay, observed=observed)
+        new = _flax.absorb("model", state, values, self.decay, self.skip_nonfinite)
         variables = jax.tree.leaves(self.average, is_leaf=_is_variable)
         for variable, array in zip(variables, jax.tree.leaves(new), strict=True):
             variable.copy_from(_with_value(variable, array))
@@ -332,11 +328,6 @@ def update_batch_stats(
 def _norms(model: nnx.Module) -> list[nnx.BatchNorm]:
     nodes = [node for _, node in nnx.iter_graph(model)]
     return [node for node in nodes if isinstance(node, nnx.BatchNorm)]
-
-
-def _is_known(leaf: Any) -> bool:
-    """Whether the value of a decay is known while tracing."""
-    return _checks.concrete(leaf) and np.ndim(leaf) == 0
 
 
 def _is_variable(node: Any) -> bool:

@@ -110,6 +110,16 @@ def test_statistics_that_are_not_averaged_are_the_latest(data):
     assert_average(found["params"], history["params"], DECAY)
 
 
+def test_states_made_alike_are_alike():
+    one, other = (
+        emaopt.linen.TrainState.create(
+            apply_fn=None, tx=TX, average={"batch_stats": decay}, **variables()
+        )
+        for decay in (0.5, jnp.float32(0.5))
+    )
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+
+
 def test_before_the_first_step_everything_is_as_it_is(data):
     state = start(statistics=0.9)
     assert_same(state.eval_variables(), state.variables)
@@ -301,8 +311,13 @@ def test_what_create_does_not_take(data):
         emaopt.linen.TrainState.create(
             apply_fn=None, tx=TX, average={"stats": 0.9}, **variables()
         )
-    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1.5"):
+    with pytest.raises(
+        ValueError, match=r"\['batch_stats'\] must be in \[0, 1\), got 1"
+    ):
         start(statistics=1.5)
+    kwargs = {"apply_fn": None, "tx": TX, "average": {"batch_stats": {"a": 0.9}}}
+    with pytest.raises(TypeError, match="must be one number whose value is known"):
+        emaopt.linen.TrainState.create(**kwargs, **variables())
     with pytest.raises(TypeError, match=r"key must be a collection .* got int"):
         start(key=3)
     with pytest.raises(

@@ -243,9 +243,10 @@ def test_a_traced_decay_is_state(rng):
     assert_average(ema.apply_to(model).kernel[...], values, np.float32(0.9))
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_a_bfloat16_block_with_an_average_of_its_adapters(rng):
-    model = nnx.jit(lambda: NnxBlock(nnx.Rngs(0)))()
+    model = NnxBlock(nnx.Rngs(0))
     x = jnp.asarray(rng.normal(size=(2, 4, 8)), jnp.bfloat16)
     optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.LoRAParam)
     ema = emaopt.nnx.EMA(model, 0.99, only=nnx.LoRAParam)
