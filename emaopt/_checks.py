@@ -37,15 +37,15 @@ def concrete(value: Any) -> bool:
 
 def dtype_of(leaf: Any) -> np.dtype:
     """The dtype JAX gives ``leaf``; object where it is no array at all."""
-    if hasattr(leaf, "dtype"):
+    if hasattr(leaf, "dtype") and not isinstance(leaf, type):
         plain = isinstance(leaf, (np.ndarray, np.generic))
         if plain and leaf.dtype != jax.dtypes.float0:
             return jax.dtypes.canonicalize_dtype(leaf.dtype)
         return leaf.dtype
-    try:
-        return np.dtype(object if leaf is None else jnp.result_type(leaf))
-    except TypeError:
-        return np.dtype(object)
+    # Not everything else: a string such as "f4" is the name of a dtype to JAX.
+    if isinstance(leaf, (bool, int, float, complex)):
+        return np.dtype(jnp.result_type(leaf))
+    return np.dtype(object)
 
 
 def is_number(leaf: Any) -> bool:
@@ -302,6 +302,8 @@ def _assert_dtype(
     real = not jnp.issubdtype(dtype, jnp.complexfloating)
     if rule == "read" and real and accumulator_dtype.kind == "c":
         fail(_describe(x), "a complex leaf, since the average is complex.")
+    if rule == "added" and not real and accumulator_dtype.kind != "c":
+        fail(_describe(x), "a real leaf, since the parameters are real.")
     wider = wide_dtype(dtype, accumulator_dtype)
     if rule == "absorbed" and wider != accumulator_dtype:
         fail(
@@ -394,9 +396,15 @@ def blocked_applies(possible: bool) -> None:
 
 def sequence(name: str, values: Any) -> jax.Array:
     """``values`` as an array of numbers with a leading time axis."""
-    if not is_number(values) and not isinstance(values, (list, tuple)):
-        _fail(f"{name}: found {_describe(values)}, expected an array of numbers.")
-    values = jnp.asarray(values)
+    parts = values if isinstance(values, (list, tuple)) else [values]
+    parts = jax.tree.leaves(parts, is_leaf=lambda node: node is None)
+    for part in parts:
+        if not is_number(part):
+            _fail(f"{name}: found {_describe(part)}, expected an array of numbers.")
+    try:
+        values = jnp.asarray(values)
+    except (TypeError, ValueError) as error:
+        _fail(f"{name}: expected an array of numbers, found none: {error}")
     if not values.ndim:
         message = f"{name}: found shape (), expected a leading time axis."
         chex.assert_rank(values, 1, custom_message=message)

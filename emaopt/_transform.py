@@ -53,7 +53,8 @@ def ema(
       compensated: keep what rounding leaves behind too: right to 4 ulp for ever, for
         the memory of the state once more.
       skip_nonfinite: a step with a NaN or an infinity anywhere in its updates changes
-        nothing and emits the last average again (zeros before the first).
+        nothing and emits the last average again (zeros before the first). Inside
+        ``shard_map`` each device would decide for itself: put the average outside.
 
     Returns:
       A ``GradientTransformation`` whose state is an ``EmaState``. It emits updates of
@@ -132,7 +133,8 @@ def params_ema(
       compensated: keep what rounding leaves behind too: right to 4 ulp for ever, for
         the memory of the average once more.
       skip_nonfinite: a call that would make any parameter NaN or infinite changes
-        nothing in the state, and is not counted.
+        nothing in the state, and is not counted. Inside ``shard_map`` each device
+        would decide for itself: put the average outside.
 
     Returns:
       A ``GradientTransformationExtraArgs`` whose state is a ``ParamsEmaState``. Leaves

@@ -423,6 +423,33 @@ def test_wrong_options(options, error, found):
         emaopt.params_ema(0.9, **options)
 
 
+def test_no_nan_is_made_on_the_way():
+    params = jnp.ones(2)
+    options = {"every": 2, "start": 1, "warm_start": True, "skip_nonfinite": True}
+    with jax.debug_nans(True), jax.debug_infs(True):
+        for average in (emaopt.params_ema(0.9), emaopt.params_ema(0.9, **options)):
+            state = average.init(params)
+            for _ in range(2):
+                emaopt.eval_params(state, params)
+                _, state = average.update(params, state, params)
+
+
+def test_a_traced_every_takes_the_decay_to_its_power_exactly():
+    @jax.jit
+    def weight(decay, every):
+        average = emaopt.params_ema(decay, every=every)
+        state = average.init(jnp.float32(0))._replace(step=every - 1)
+        return average.update(jnp.float32(1), state, jnp.float32(0))[1].ema.weight
+
+    for decay in (0.999999, 0.9, 0.0):
+        for every in (1, 2, 1000, 100_000, 10**7):
+            traced = np.float64(np.float32(decay))
+            expected = -np.expm1(every * np.log(traced)) if decay else 1
+            found = weight(jnp.float32(decay), jnp.int32(every))
+            # An ulp for each of two times 31 products.
+            np.testing.assert_allclose(found, expected, rtol=62 * oracles.ULP)
+
+
 def test_errors_of_update():
     average = emaopt.params_ema(0.9)
     params = {"w": jnp.ones(3)}
@@ -432,6 +459,11 @@ def test_errors_of_update():
     cases = [
         (params, {"w": jnp.ones((2, 3))}, r"params at \['w'\]: found shape \(2, 3\)"),
         ({"w": jnp.ones(1)}, params, r"updates at \['w'\]: found shape \(1,\), expect"),
+        (
+            {"w": jnp.ones(3, "complex64")},
+            params,
+            "found dtype complex64, expected a re",
+        ),
         (params, {"v": jnp.ones(3)}, r"params at \['w'\]: found nothing, expected a v"),
         (params, {0: jnp.ones(3)}, r"params at \['w'\]: found nothing, expected a val"),
         (params, (jnp.ones(3),), "params at the root: found a tuple, expected a dict"),
