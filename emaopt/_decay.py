@@ -38,6 +38,7 @@ class Split(NamedTuple):
     coarse: Any  # a power of two, or 0 at β = 0
     carry: Any  # 1 where coarse = 1, else 0
     rest: Any  # 0 where coarse = 1, else coarse − β
+    low: Any  # what the dtype cuts off the coefficient of m: n steps multiply it by n
 
 
 def is_rate(node: Any) -> bool:
@@ -58,10 +59,19 @@ def check(decay: Any, name: str = "decay") -> None:
 
 
 def resolve(decay: Any, count: Any, name: str = "decay") -> Any:
-    """The rates of one step: a tree like ``decay``, schedules called with ``count``."""
+    """The rates of one step: a tree like ``decay``, schedules called with ``count``.
+
+    With a vector of counts, those of as many steps.
+    """
+
+    def value(leaf: Any) -> Any:
+        if not callable(leaf):
+            return leaf
+        return jax.vmap(leaf)(count) if np.ndim(count) else leaf(count)
+
     leaves = [
         _rate(
-            leaf(count) if callable(leaf) else leaf,
+            value(leaf),
             name + jax.tree_util.keystr(path),
             closed=callable(leaf),
         )
@@ -78,7 +88,9 @@ def split(rate: Rate, dtype: Any) -> Split:
         coarse = coarse if rate.decay else 0.0
         carry = float(coarse == 1.0)
         rest = 0.0 if carry else coarse - rate.decay
-        return Split(rate.decay, rate.alpha, coarse, carry, rest)
+        exact = rate.alpha if carry else rest
+        low = exact - float(np.asarray(exact, dtype))
+        return Split(rate.decay, rate.alpha, coarse, carry, rest, low)
     decay = rate.decay.astype(dtype)
     uint, half, exponent = {
         4: (np.uint32, 0x0040_0000, 0x7F80_0000),
@@ -88,12 +100,15 @@ def split(rate: Rate, dtype: Any) -> Split:
     coarse = lax.bitcast_convert_type(bits & uint(exponent), decay.dtype)
     whole = coarse == 1
     rest = coarse.astype(rate.decay.dtype) - rate.decay
+    exact = jnp.where(whole, rate.alpha, rest)
+    low = exact - exact.astype(dtype).astype(exact.dtype)
     return Split(
         decay,
         rate.alpha.astype(dtype),
         coarse,
         whole.astype(dtype),
         jnp.where(whole, 0, rest.astype(dtype)),
+        0.0 if exact.dtype == dtype else low.astype(dtype),
     )
 
 
@@ -128,7 +143,9 @@ def decay_from_alpha(alpha: float) -> float:
       The decay, a Python float in [0, 1).
 
     Raises:
-      ValueError: alpha is outside (0, 1].
+      ValueError: alpha is outside (0, 1], or so small that the decay rounds to 1 in
+        double precision (from 1e-16 on).
+      TypeError: not one real number.
 
     The parameter and its range are those of ``pandas.DataFrame.ewm``.
 
@@ -136,8 +153,9 @@ def decay_from_alpha(alpha: float) -> float:
     >>> decay_from_alpha(0.25)
     0.75
     """
-    _checks.number_in_range("alpha", alpha, lambda a: (a > 0) & (a <= 1), "(0, 1]")
-    return 1.0 - float(alpha)
+    return 1.0 - _checks.real_number(
+        "alpha", alpha, lambda a: (a > 1e-16) & (a <= 1), "(1e-16, 1]"
+    )
 
 
 def decay_from_com(com: float) -> float:
@@ -152,7 +170,9 @@ def decay_from_com(com: float) -> float:
       The decay, a Python float in [0, 1).
 
     Raises:
-      ValueError: com is negative or not finite.
+      ValueError: com is negative, not finite, or so large that the decay rounds to 1
+        in double precision (from 9e15 on).
+      TypeError: not one real number.
 
     The parameter and its range are those of ``pandas.DataFrame.ewm``.
 
@@ -160,8 +180,8 @@ def decay_from_com(com: float) -> float:
     >>> decay_from_com(9)
     0.9
     """
-    _checks.number_in_range("com", com, lambda c: (c >= 0) & (c < np.inf), "[0, inf)")
-    return float(com) / (1.0 + float(com))
+    com = _checks.real_number("com", com, lambda c: (c >= 0) & (c < 9e15), "[0, 9e15)")
+    return com / (1.0 + com)
 
 
 def decay_from_span(span: float) -> float:
@@ -176,7 +196,9 @@ def decay_from_span(span: float) -> float:
       The decay, a Python float in [0, 1).
 
     Raises:
-      ValueError: span is below 1 or not finite.
+      ValueError: span is below 1, not finite, or so large that the decay rounds to 1
+        in double precision (from 9e15 on).
+      TypeError: not one real number.
 
     The parameter and its range are those of ``pandas.DataFrame.ewm``.
 
@@ -184,8 +206,10 @@ def decay_from_span(span: float) -> float:
     >>> decay_from_span(19)
     0.9
     """
-    _checks.number_in_range("span", span, lambda s: (s >= 1) & (s < np.inf), "[1, inf)")
-    return (float(span) - 1.0) / (float(span) + 1.0)
+    span = _checks.real_number(
+        "span", span, lambda s: (s >= 1) & (s < 9e15), "[1, 9e15)"
+    )
+    return (span - 1.0) / (span + 1.0)
 
 
 def decay_from_halflife(halflife: float) -> float:
@@ -201,7 +225,8 @@ def decay_from_halflife(halflife: float) -> float:
 
     Raises:
       ValueError: halflife is not positive, not finite, or so long that the decay
-        rounds to 1 in double precision (from about 1e16 steps on).
+        rounds to 1 in double precision (from 6e15 on).
+      TypeError: not one real number.
 
     The parameter and its range are those of ``pandas.DataFrame.ewm``.
 
@@ -209,10 +234,10 @@ def decay_from_halflife(halflife: float) -> float:
     >>> decay_from_halflife(1)
     0.5
     """
-    _checks.number_in_range(
+    halflife = _checks.real_number(
         "halflife", halflife, lambda h: (h > 0) & (h < 6e15), "(0, 6e15)"
     )
-    return 0.5 ** (1.0 / float(halflife))
+    return 0.5 ** (1.0 / halflife)
 
 
 def halflife_from_decay(decay: float) -> float:
@@ -228,6 +253,7 @@ def halflife_from_decay(decay: float) -> float:
 
     Raises:
       ValueError: decay is outside [0, 1).
+      TypeError: not one real number.
 
     The inverse of ``decay_from_halflife``, whose parameter is pandas'.
 
@@ -235,5 +261,5 @@ def halflife_from_decay(decay: float) -> float:
     >>> round(halflife_from_decay(0.999), 1)
     692.8
     """
-    _checks.number_in_range("decay", decay, lambda b: (b >= 0) & (b < 1), "[0, 1)")
-    return math.log(0.5) / math.log(float(decay)) if decay else 0.0
+    decay = _checks.real_number("decay", decay, lambda b: (b >= 0) & (b < 1), "[0, 1)")
+    return math.log(0.5) / math.log(decay) if decay else 0.0

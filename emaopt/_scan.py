@@ -1,14 +1,12 @@
 """Averages along a leading time axis."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from emaopt import _checks, _decay, _state
+from emaopt import _checks, _decay, _methods, _state
 
 PyTree = Any
 
@@ -66,65 +64,115 @@ def scan(
     method: str = "auto",
     axis_name: Any = None,
 ) -> tuple[_state.EmaState, PyTree]:
-    """Carries an average along the leading axis of ``values``."""
+    """Carries an average along the leading axis of ``values``, as ``lax.scan`` does.
+
+    m_t = β_t·m_{t-1} + (1 − β_t)·x_t, m̂_t = m_t / w_t, from the given state
+
+    Args:
+      state: from ``init`` or an earlier call. A compensated state makes a sequence
+        split into calls equal the whole, bit for bit (methods "scan" and "auto" where
+        it is that).
+      values: a tree like ``state.m``, each leaf (T, ...) with the shape of its average
+        behind the time axis; numbers.
+      decay: β in [0, 1): a scalar, or an array (T,), or for a per-element state an
+        array (T, ...) like ``values``; traced or not. An ``optax.Schedule`` of the
+        count, or a pytree prefix of ``values`` with any of these as leaves, as in
+        ``update``.
+      observed: bool (T,), or for a per-element state a tree like ``values``. Values
+        that are not observed are not read; their average is the last one (NaN before
+        the first).
+      unobserved: "hold" keeps the state, "decay" lets time pass and adds nothing.
+      reset: bool (T,); where True, all before this step is forgotten: for packed
+        sequences and episodes.
+      reverse: go from the last step to the first.
+      method: "scan", one compensated ``lax.scan``; "associative", ``merge`` by a
+        ``lax.associative_scan`` of log T depth, for accelerators; "blocked", blocks by
+        one small triangular matrix product each (a constant decay; no mask, no reset;
+        real values; not split bit for bit); "auto", "blocked" on CPU for a constant
+        decay, leaves of at most 16 elements a step, and T >= 100,000, else "scan":
+        measured on two CPU cores, where "blocked" takes 0.2 to 0.5 of the time of
+        "scan" there, and "associative" loses everywhere.
+      axis_name: inside ``jax.shard_map``, the mesh axis that time is sharded over, in
+        order; ``state`` is replicated over it. Costs one all-gather of the states.
+
+    Returns:
+      The final state, as ``update`` would have left it, for the whole sequence; and the
+      corrected averages, a tree of (T, ...) in the dtypes of ``values`` (float32 for
+      integers and bools), row t with what had been seen after step t.
+
+    Raises:
+      AssertionError: structure, shapes or dtypes of ``values`` do not fit the state.
+      ValueError: a decay out of range; a decay, mask or reset of another shape; an
+        unknown ``method`` or ``unobserved``; "blocked" where it does not apply.
+      TypeError: a decay held in a dtype narrower than float32, a mask that is no bool.
+
+    Right to 4 ulp of the average of |x| by "scan" and "blocked", to 8 by "associative"
+    and sharded. Carry in, carry out is the convention of ``jax.lax.scan``; the parallel
+    form is that of Blelloch (1990).
+
+    >>> import emaopt
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> x = np.array([1.0, np.nan, 3.0], np.float32)
+    >>> state = emaopt.init(jnp.float32(0), compensated=True)
+    >>> state, average = emaopt.scan(state, x, 0.5, observed=~np.isnan(x))
+    >>> print(average, state.count)
+    [1.        1.        2.3333333] 2
+    """
     hold = _checks.option("unobserved", unobserved, ("hold", "decay")) == "hold"
     _checks.option("method", method, ("auto", "scan", "associative", "blocked"))
-    leaves = _checks.matched("values", state.m, values, time=True)
-    weights, weightdef = jax.tree.flatten(state.weight)
-    lead = () if not leaves else leaves[0].shape[:1]
-    counts, counted = state.count, None
-    masks = None
+    _checks.flag("reverse", reverse)
+    values = _checks.matched("values", state.m, values, time=True)
+    _, weights, _, treedef, weightdef = _state.parts(state)
+    lead = _checks.time_axis(values, decay, observed, reset)
+    masks = counted = None
     if observed is not None:
         masks = _checks.masks("observed", observed, weightdef, weights, lead)
         if hold and jax.tree_util.all_leaves([observed]) and jnp.ndim(observed) == 1:
             counted = jnp.asarray(observed)
+    if reset is not None:
+        (reset,) = _checks.masks("reset", reset, jax.tree.structure(0), [reset], lead)
+    steps = jnp.ones(lead, bool) if counted is None else counted
+    counts = _state.counts(state, steps, reverse=reverse)
     rates = _decay.resolve(decay, counts)
     rates = _checks.rates(rates, weightdef, weights, _decay.is_rate, lead)
-    final, averages = _sequentially(
-        state, leaves, rates, masks, counted, reset, hold=hold, reverse=reverse
+    constant = [jnp.ndim(rate.decay) == 0 for rate in rates]
+    problem = _methods.Problem(
+        inputs=_methods.Inputs(
+            values=values,
+            rates=[None if c else r for c, r in zip(constant, rates, strict=True)],
+            masks=masks,
+            counted=counted,
+            reset=reset,
+        ),
+        rates=[r if c else None for c, r in zip(constant, rates, strict=True)],
+        steps=lead[0],
+        hold=hold,
+        reverse=reverse,
     )
-    return final, jax.tree.structure(state.m).unflatten(averages)
-
-
-def _sequentially(
-    state: _state.EmaState,
-    values: Sequence[Any],
-    rates: Sequence[_decay.Rate],
-    masks: Sequence[Any] | None,
-    counted: Any,
-    reset: Any,
-    *,
-    hold: bool,
-    reverse: bool,
-) -> tuple[_state.EmaState, list[jax.Array]]:
-    """One ``lax.scan`` over the steps, compensated whether the state is or not."""
-    varying = [None if jnp.ndim(rate.decay) == 0 else rate for rate in rates]
-    dtypes = [_checks.output_dtype(x) for x in values]
-
-    def body(carry: _state.EmaState, inputs: Any) -> Any:
-        xs, now, masks, counted, reset = inputs
-        if reset is not None:
-            carry = _state.forget(carry, reset)
-        carry = _state.step(
-            carry,
-            xs,
-            [a if b is None else b for a, b in zip(rates, now, strict=True)],
-            masks,
-            hold=hold,
-            counted=True if counted is None else counted,
+    run = _chosen(method, state, problem)
+    start = _methods.alike(_state.compensated(state), problem)
+    if axis_name is None:
+        final, averages = run(start, problem)
+    else:
+        final, averages = _methods.sharded(
+            _state.compensated(state), problem, axis_name, run
         )
-        return carry, _averages(carry, dtypes)
-
-    start = _state.compensated(state)
-    xs = (list(values), varying, masks, counted, reset)
-    final, averages = lax.scan(body, start, xs, reverse=reverse)
-    return _state.like(final, state), averages
+    return _state.like(final, state), treedef.unflatten(averages)
 
 
-def _averages(state: _state.EmaState, dtypes: Sequence[Any]) -> list[jax.Array]:
-    ms, weights, *_ = _state.parts(state)
-    owners = _state.owners_of(state)
-    return [
-        _state.cast(_state.ratio(m, weights[o]), dtype)
-        for m, o, dtype in zip(ms, owners, dtypes, strict=True)
-    ]
+def _chosen(method: str, state: _state.EmaState, problem: _methods.Problem) -> Any:
+    """The function that runs ``method``; "auto" by static facts alone."""
+    real = all(m.dtype.kind == "f" for m in _state.parts(state)[0])
+    possible = problem.plain and real
+    if method == "blocked":
+        _checks.blocked_applies(possible)
+    if method == "auto":
+        narrow = possible and _methods.block_size(problem, state) > 0
+        fast = narrow and problem.steps >= 100_000 and jax.default_backend() == "cpu"
+        method = "blocked" if fast else "scan"
+    return {
+        "scan": _methods.sequential,
+        "associative": _methods.associative,
+        "blocked": _methods.blocked,
+    }[method]

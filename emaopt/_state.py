@@ -1,11 +1,10 @@
-"""The state of an average and its arithmetic: the one place that multiplies by β.
+"""The state of an average, and what is done with it.
 
 m_t = β_t · m_{t-1} + (1 − β_t) · x_t, and the same recurrence for the weight (of
 x = 1) and the decay power (of x = 0, from 1), each with what rounding left behind.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,9 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 
-from emaopt import _checks, _decay
+from emaopt import _arithmetic, _checks, _decay
+from emaopt._arithmetic import cast, where
 
 PyTree = Any
 
@@ -253,16 +252,16 @@ def step(
         ones = [where(mask, one, 0) for mask, one in zip(masks, ones, strict=True)]
         if not hold:
             rates[:n] = [
-                _unless_faded(*each)
+                _arithmetic.unless_faded(*each)
                 for each in zip(rates, masks, weights, strict=False)
             ]
-    new, new_residuals = _step(
+    new, new_residuals = _arithmetic.recur(
         rates,
         owners,
         old,
         residuals,
         [*xs, *ones, *(jnp.zeros_like(p) for p in powers)],
-        None if compensated else _dither(state.count),
+        None if compensated else _arithmetic.dither(state.count),
     )
     if masks is not None and hold:
         owned = [masks[o % n] for o in owners]
@@ -327,6 +326,13 @@ def rebuilt(
     )
 
 
+def emptied(state: EmaState) -> EmaState:
+    """A compensated state like ``state`` that has seen nothing."""
+    zeros = jax.tree.map(jnp.zeros_like, compensated(state))
+    ones = jax.tree.map(jnp.ones_like, state.decay_power)
+    return zeros._replace(decay_power=ones)
+
+
 def compensated(state: EmaState) -> EmaState:
     """The state with a residual of m."""
     if state.residual.m is not None:
@@ -340,17 +346,6 @@ def like(state: EmaState, other: EmaState) -> EmaState:
     if other.residual.m is not None:
         return state
     return state._replace(residual=state.residual._replace(m=None))
-
-
-def _unless_faded(rate: _decay.Rate, mask: Any, weight: jax.Array) -> _decay.Rate:
-    """The rate, or that of no change in a gap so long that the weight has faded.
-
-    Below 2⁻³⁰ of what the next value will weigh, the past changes no digit any more;
-    held there, the average stays defined in gaps in which its weight would underflow.
-    """
-    decay, alpha = (jnp.asarray(part, weight.dtype) for part in rate)
-    faded = ~mask & (weight < alpha * 2.0**-30)
-    return _decay.Rate(where(~faded, decay, 1), where(~faded, alpha, 0))
 
 
 def corrected(state: EmaState, like: PyTree = None) -> PyTree:
@@ -393,7 +388,7 @@ def corrected(state: EmaState, like: PyTree = None) -> PyTree:
     if state.residual.m is not None:
         residuals = treedef.flatten_up_to(state.residual.m)
     out = [
-        _quotient(m, r, weights[o], weight_residuals[o], leaf)
+        _arithmetic.quotient(m, r, weights[o], weight_residuals[o], leaf)
         for m, r, o, leaf in zip(ms, residuals, owners_of(state), likes, strict=True)
     ]
     averages = treedef.unflatten(out)
@@ -411,7 +406,7 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
         with ``init`` without a warm start.
 
     Returns:
-      The state as if one average had seen both; compensated where both are.
+      The state as if one average had seen both.
 
     Raises:
       AssertionError: the states do not fit each other.
@@ -428,7 +423,7 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     2.3333333
     """
     _checks.matched("later.m", earlier.m, later.m)
-    _checks.same_structure("later", earlier, later)
+    _checks.same_types("later", earlier, later)
     ms, weights, powers, _, _ = parts(earlier)
     _, _, later_powers, _, weightdef = parts(later)
     power_residuals = weightdef.flatten_up_to(later.residual.decay_power)
@@ -446,12 +441,10 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     added[-n:] = [(jnp.zeros_like(p), jnp.zeros_like(p)) for p in powers]
     owners = [*owners_of(earlier), *range(n), *range(n)]
     out = [
-        _scaled_sum(later_powers[o], power_residuals[o], *a, *b)
+        _arithmetic.scaled_sum(later_powers[o], power_residuals[o], *a, *b)
         for o, a, b in zip(owners, pairs(earlier), added, strict=True)
     ]
-    most = np.int32(2**31 - 1)
-    full = earlier.count > most - later.count
-    count = jnp.where(full, most, earlier.count + later.count)
+    count = total(earlier.count, later.count)
     return rebuilt(earlier, [m for m, _ in out], [r for _, r in out], count)
 
 
@@ -465,30 +458,68 @@ def filled(averages: PyTree, tree: PyTree) -> PyTree:
     )
 
 
-def power(rate: _decay.Rate, n: Any) -> _decay.Rate:
-    """The rate of n equal steps taken as one: βⁿ and 1 − βⁿ, by doubling."""
+def blocks(
+    state: EmaState, values: Sequence[jax.Array], rates: Sequence[_decay.Rate]
+) -> tuple[EmaState, list[jax.Array]]:
+    """Averages whole blocks of steps at constant rates.
 
-    def both(a: _decay.Rate, b: _decay.Rate) -> _decay.Rate:
-        return _decay.Rate(a.decay * b.decay, a.alpha + a.decay * b.alpha)
+    The values are (blocks, steps, D), a leaf of ``m`` flattened to D; the corrected
+    averages come back in that shape.
+    """
+    ms, weights, *_ = parts(state)
+    owners = owners_of(state)
+    count, size, _ = values[0].shape
+    kinds = [(owner, m.dtype) for owner, m in zip(owners, ms, strict=True)]
+    kinds += [(owner, w.dtype) for owner, w in enumerate(weights)]
+    tables = {
+        (owner, dtype): _arithmetic.block_tables(rates[owner], size, dtype)
+        for owner, dtype in kinds
+    }
+    # Behind a barrier: else they are computed anew for every block.
+    tables = lax.optimization_barrier(tables)
+    sums = [
+        _arithmetic.block_sums(tables[owner, x.dtype], x)
+        for owner, x in zip(owners, values, strict=True)
+    ]
+    whole = [
+        _decay.Rate(table.decay[-1], table.alpha[-1])
+        for table in (tables[o, w.dtype] for o, w in enumerate(weights))
+    ]
 
-    if isinstance(n, int):
-        if n == 1:
-            return rate
-        half = power(rate, n // 2)
-        return both(both(half, half), rate) if n % 2 else both(half, half)
-    decay = jnp.asarray(rate.decay, jnp.float32) if rate.static else rate.decay
-    rate = _decay.Rate(decay, jnp.asarray(rate.alpha, decay.dtype))
+    def body(carry: EmaState, ends: Any) -> Any:
+        after = step(carry, ends, whole)
+        return after, (jax.tree.leaves(carry.m), jax.tree.leaves(carry.weight))
 
-    def double(bit: Any, carry: Any) -> Any:
-        result, square = carry
-        taken = (n >> bit) & 1 == 1
-        result = jax.tree.map(
-            lambda new, old: jnp.where(taken, new, old), both(result, square), result
+    ends = [
+        (x[:, -1] / tables[owner, x.dtype].alpha[-1]).reshape(count, *m.shape)
+        for owner, x, m in zip(owners, sums, ms, strict=True)
+    ]
+    final, (starts, start_weights) = lax.scan(body, state, ends)
+    within = []
+    for owner, (w, start) in enumerate(zip(weights, start_weights, strict=True)):
+        table = tables[owner, w.dtype]
+        ones = table.alpha[None, :, None]
+        within.append(_arithmetic.block_states(table, ones, start))
+    averages = [
+        _arithmetic.ratio(
+            _arithmetic.block_states(tables[owner, x.dtype], x, start), within[owner]
         )
-        return result, both(square, square)
+        for owner, x, start in zip(owners, sums, starts, strict=True)
+    ]
+    return final._replace(count=total(state.count, np.int32(count * size))), averages
 
-    nothing = _decay.Rate(jnp.ones_like(rate.decay), jnp.zeros_like(rate.alpha))
-    return lax.fori_loop(0, 31, double, (nothing, rate))[0]
+
+def counts(state: EmaState, counted: jax.Array, *, reverse: bool) -> jax.Array:
+    """The count before each of the steps (T,), of which some are ``counted``."""
+    one = counted.astype(jnp.int32)
+    before = lax.cumsum(one, reverse=reverse) - one
+    return total(state.count, before)
+
+
+def total(count: jax.Array, more: Any) -> jax.Array:
+    """The sum of two counts, which saturates."""
+    most = np.int32(2**31 - 1)
+    return jnp.where(count > most - more, most, count + more)
 
 
 def owners_of(state: EmaState) -> list[int]:
@@ -507,16 +538,6 @@ def zeros_like(leaf: Any, dtype: Any) -> jax.Array:
     return jnp.zeros_like(leaf, dtype=dtype)
 
 
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """``x`` in ``dtype``, strongly typed."""
-    return lax.convert_element_type(x, dtype)
-
-
-def where(mask: Any, x: jax.Array, y: Any) -> jax.Array:
-    """``jnp.where`` in the dtype of ``x``, whatever the scalar ``y``."""
-    return jnp.where(mask, x, jnp.asarray(y, x.dtype))
-
-
 def _real(leaf: Any) -> Any:
     return _checks.real_dtype(leaf.dtype)
 
@@ -524,234 +545,3 @@ def _real(leaf: Any) -> Any:
 def _weight_dtype(tree: PyTree) -> Any:
     """The dtype of a weight over all of ``tree``."""
     return _checks.wide_dtype(*(_real(leaf) for leaf in jax.tree.leaves(tree)))
-
-
-@jax.custom_jvp
-def ratio(m: jax.Array, w: jax.Array) -> jax.Array:
-    """M / w; NaN where w = 0, without a NaN in its derivative."""
-    if m.dtype.kind == "c":
-        return _by_parts(ratio, m, w)
-    return m / cast(w, m.dtype)
-
-
-@ratio.defjvp
-def _ratio_jvp(primals: Any, tangents: Any) -> Any:
-    m, w = primals
-    d_m, d_w = tangents
-    out = ratio(m, w)
-    weight = cast(jnp.where(w == 0, 1, w), m.dtype)
-    d_out = (
-        d_m - where(w == 0, jnp.zeros_like(out), out) * cast(d_w, m.dtype)
-    ) / weight
-    return out, d_out
-
-
-def _step(
-    rates: Sequence[_decay.Rate],
-    owners: Sequence[int],
-    ms: Sequence[jax.Array],
-    residuals: Sequence[Any],
-    xs: Sequence[jax.Array],
-    dither: Any,
-) -> tuple[list[jax.Array], list[Any]]:
-    """M' = β·m + α·x for every leaf at once, and what rounding left behind.
-
-    Differentiated as the exact recurrence: rounding has no derivative.
-    """
-    static = [rate if rate.static else None for rate in rates]
-
-    @jax.custom_jvp
-    def step(traced: Any, ms: Any, residuals: Any, xs: Any, dither: Any) -> Any:
-        both = [a or b for a, b in zip(static, traced, strict=True)]
-        splits: dict[Any, _decay.Split] = {}
-        out = []
-        for owner, m, r, x in zip(owners, ms, residuals, xs, strict=True):
-            key = owner, _real(m)
-            if key not in splits:
-                splits[key] = _decay.split(both[owner], key[1])
-            out.append(_leaf_step(splits[key], m, r, x, dither))
-        return [m for m, _ in out], [r for _, r in out]
-
-    def jvp(primals: Any, tangents: Any) -> Any:
-        traced, ms, _, xs, _ = primals
-        d_traced, d_ms, _, d_xs, _ = tangents
-        both = [a or b for a, b in zip(static, traced, strict=True)]
-        out = step(*primals)
-        d_out = []
-        for owner, m, x, d_m, d_x in zip(owners, ms, xs, d_ms, d_xs, strict=True):
-            terms = [(both[owner].decay, d_m), (both[owner].alpha, d_x)]
-            if d_traced[owner] is not None:
-                terms += [(d_traced[owner].decay, m), (d_traced[owner].alpha, x)]
-            d_out.append(_sum_of_products(terms, m))
-        return out, (d_out, jax.tree.map(jnp.zeros_like, out[1]))
-
-    step.defjvp(jvp, symbolic_zeros=True)
-    traced = [None if rate.static else rate for rate in rates]
-    return step(traced, list(ms), list(residuals), list(xs), dither)
-
-
-def _sum_of_products(terms: Sequence[tuple[Any, Any]], like: jax.Array) -> jax.Array:
-    total = None
-    for a, b in terms:
-        if isinstance(a, SymbolicZero) or isinstance(b, SymbolicZero):
-            continue
-        product = jnp.asarray(a, like.dtype) * jnp.asarray(b, like.dtype)
-        total = product if total is None else total + product
-    if total is None:
-        return jnp.zeros_like(like)
-    return jnp.broadcast_to(total, like.shape)
-
-
-def _leaf_step(
-    split: _decay.Split, m: jax.Array, r: Any, x: jax.Array, dither: Any
-) -> tuple[jax.Array, Any]:
-    """The step of one leaf: y is all that is added to the exact product c·m.
-
-    y = α·(x − k·m) + (β·r − q·m), m' = c·m + y, r' = y − (m' − c·m)
-    """
-    if m.dtype.kind == "c":
-        return _by_parts(partial(_leaf_step, split), m, r, x, dither)
-    decay, alpha, coarse, carry, rest = split
-    if isinstance(decay, float):
-        if decay == 0:
-            return x, None if r is None else jnp.zeros_like(r)
-        if decay == 1:
-            return m, r
-        y = alpha * (x - m) if carry else alpha * x - rest * m
-        if r is not None:
-            y = y + decay * r
-        kept = m if carry else coarse * m
-        moving = carry
-    else:
-        # What a zero multiplies is dropped on the bits: 0 · inf is NaN, and a select
-        # would break a loop over time into one kernel for each operation.
-        m = _drop(m, decay != 0)
-        y = _drop(alpha * (x - carry * m), alpha != 0)
-        if r is None:
-            y = y - rest * m
-        else:
-            y = y + (decay * _drop(r, decay != 0) - rest * m)
-        kept = coarse * m
-        moving = jnp.where(alpha == 0, 0, carry)
-    if r is not None:
-        new = kept + y
-        return new, y - (new - kept)
-    if isinstance(moving, float) and not moving:
-        return kept + y, None
-    # Of the sum, not of m: just below a power of two the grid it lands on is coarser.
-    noise = (moving * cast(dither, m.dtype)) * _spacing(kept + y)
-    return kept + (y + jnp.where(y == 0, 0, noise)), None
-
-
-@jax.custom_jvp
-def _scaled_sum(p: Any, r_p: Any, a: Any, r_a: Any, b: Any, r_b: Any) -> Any:
-    """(p + r_p)·(a + r_a) + (b + r_b) as two floats, without a where p = 0."""
-    if a.dtype.kind == "c":
-        return _by_parts(_scaled_sum, p, r_p, a, r_a, b, r_b)
-    p, r_p = cast(p, a.dtype), cast(r_p, a.dtype)
-    a = _drop(a, jnp.broadcast_to(p != 0, a.shape))
-    product = p * a
-    p_high, a_high = _high(p), _high(a)
-    p_low, a_low = p - p_high, a - a_high
-    error = (p_high * a_high - product) + (p_high * a_low + p_low * a_high)
-    error = (error + p_low * a_low) + r_p * a
-    if r_a is not None:
-        error = error + p * r_a
-    total = product + b
-    grown = total - product
-    error = error + ((product - (total - grown)) + (b - grown))
-    if r_b is not None:
-        error = error + r_b
-    error = jnp.where(jnp.isfinite(total), error, 0)
-    new = total + error
-    return new, None if r_a is None else jnp.where(error == 0, 0, error - (new - total))
-
-
-_BITS = {4: (np.uint32, 0x7F80_0000, 23), 8: (np.uint64, 0x7FF0_0000_0000_0000, 52)}
-
-
-def _drop(x: jax.Array, keep: Any) -> jax.Array:
-    """``x`` where ``keep``, else 0, without a select."""
-    uint = _BITS[x.dtype.itemsize][0]
-    mask = uint(0) - keep.astype(uint)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, uint) & mask, x.dtype)
-
-
-def _spacing(x: jax.Array) -> jax.Array:
-    """The distance between floating-point numbers of the size of ``x``."""
-    uint, exponent, digits = _BITS[x.dtype.itemsize]
-    bits = lax.bitcast_convert_type(x, uint) & uint(exponent)
-    return lax.bitcast_convert_type(bits, x.dtype) * 2.0**-digits
-
-
-def _high(x: jax.Array) -> jax.Array:
-    """``x`` with the lower half of its digits cleared: products of such are exact."""
-    uint, low = {4: (np.uint32, 0xFFF), 8: (np.uint64, 0x7FF_FFFF)}[x.dtype.itemsize]
-    bits = lax.bitcast_convert_type(x, uint) & uint(~uint(low))
-    return lax.bitcast_convert_type(bits, x.dtype)
-
-
-@_scaled_sum.defjvp
-def _scaled_sum_jvp(primals: Any, tangents: Any) -> Any:
-    """The derivative of p·a + b; rounding has none."""
-    p, _, a, *_ = primals
-    d_p, _, d_a, _, d_b, _ = tangents
-    out = _scaled_sum(*primals)
-    d_out = jnp.asarray(p, a.dtype) * d_a + jnp.asarray(d_p, a.dtype) * a + d_b
-    return out, (d_out, None if out[1] is None else jnp.zeros_like(out[1]))
-
-
-def _dither(count: jax.Array) -> jax.Array:
-    """One number in [−½, ½) for the step number ``count``, evenly spread.
-
-    Multiples of the golden ratio, shifted by a hash every 64 steps: alone they would
-    resonate with values whose period is a Fibonacci number.
-    """
-    n = count.astype(jnp.uint32)
-    h = n >> 6
-    for multiplier in (0x85EB_CA6B, 0xC2B2_AE35):  # the finaliser of MurmurHash3
-        h = (h ^ (h >> 16)) * np.uint32(multiplier)
-    mixed = n * np.uint32(2_654_435_769) + (h ^ (h >> 16))
-    return lax.bitcast_convert_type(mixed, jnp.int32).astype(jnp.float32) * 2.0**-32
-
-
-def _by_parts(function: Callable, *args: Any) -> Any:
-    """A function of real arrays, on the parts of those that are complex."""
-
-    def on(part: Callable) -> Any:
-        return function(
-            *(
-                part(a) if getattr(a, "dtype", np.dtype(bool)).kind == "c" else a
-                for a in args
-            )
-        )
-
-    return jax.tree.map(lax.complex, on(jnp.real), on(jnp.imag))
-
-
-def _quotient(
-    m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any
-) -> jax.Array:
-    """The average m / w, in the floating dtype of ``like``; ``like`` where w = 0."""
-    average = _mean(m, r, w, r_w)
-    if like is None:
-        return average
-    if _checks.is_inexact(like):
-        average = cast(average, _checks.dtype_of(like))
-    return jnp.where(w != 0, average, cast(jnp.asarray(like), average.dtype))
-
-
-def _mean(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array) -> jax.Array:
-    """(m + r) / (w + r_w), rounded about once; NaN where w = 0."""
-    if m.dtype.kind == "c":
-        return _by_parts(_mean, m, r, w, r_w)
-    seen = w != 0
-    weight = cast(jnp.where(seen, w, 1), m.dtype)
-    quotient = m / weight
-    left = (
-        -quotient * cast(r_w, m.dtype)
-        if r is None
-        else r - quotient * cast(r_w, m.dtype)
-    )
-    left = jnp.where(jnp.isfinite(quotient), left / weight, 0)
-    return jnp.where(seen, quotient + lax.stop_gradient(left), jnp.nan)

@@ -1,0 +1,416 @@
+"""The arithmetic of an average: the one place that multiplies by the decay.
+
+m' = β·m + α·x, α = 1 − β, as y = α·(x − k·m) + (β·r − q·m), m' = c·m + y, where c is
+β rounded to a power of two, so that c·m is exact; r' = y − (m' − c·m) is left behind.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from emaopt import _checks, _decay
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` in ``dtype``, strongly typed."""
+    return lax.convert_element_type(x, dtype)
+
+
+def where(mask: Any, x: jax.Array, y: Any) -> jax.Array:
+    """``jnp.where`` in the dtype of ``x``, whatever the scalar ``y``."""
+    return jnp.where(mask, x, jnp.asarray(y, x.dtype))
+
+
+def unless_faded(rate: _decay.Rate, mask: Any, weight: jax.Array) -> _decay.Rate:
+    """The rate, or that of no change in a gap so long that the weight has faded.
+
+    Below 2⁻³⁰ of what the next value will weigh, the past changes no digit any more;
+    held there, the average stays defined in gaps in which its weight would underflow.
+    """
+    decay, alpha = (jnp.asarray(part, weight.dtype) for part in rate)
+    faded = ~mask & (weight < alpha * 2.0**-30)
+    return _decay.Rate(where(~faded, decay, 1), where(~faded, alpha, 0))
+
+
+def power(rate: _decay.Rate, n: Any) -> _decay.Rate:
+    """The rate of n equal steps taken as one: βⁿ and 1 − βⁿ, by doubling."""
+
+    def both(a: _decay.Rate, b: _decay.Rate) -> _decay.Rate:
+        alpha = a.alpha + a.decay * b.alpha
+        # Near 1 the decay is right to an ulp only as 1 − α: squaring doubles errors.
+        product = a.decay * b.decay
+        if isinstance(n, int):
+            return _decay.Rate(product, alpha)
+        return _decay.Rate(jnp.where(alpha < 0.5, 1 - alpha, product), alpha)
+
+    if isinstance(n, int):
+        if n == 1:
+            return rate
+        half = power(rate, n // 2)
+        return both(both(half, half), rate) if n % 2 else both(half, half)
+    decay = jnp.asarray(rate.decay, jnp.float32) if rate.static else rate.decay
+    rate = _decay.Rate(decay, jnp.asarray(rate.alpha, decay.dtype))
+
+    def double(bit: Any, carry: Any) -> Any:
+        result, square = carry
+        taken = (n >> bit) & 1 == 1
+        result = jax.tree.map(
+            lambda new, old: jnp.where(taken, new, old), both(result, square), result
+        )
+        return result, both(square, square)
+
+    nothing = _decay.Rate(jnp.ones_like(rate.decay), jnp.zeros_like(rate.alpha))
+    return lax.fori_loop(0, 31, double, (nothing, rate))[0]
+
+
+class Span(NamedTuple):
+    """What a stretch of steps does to the state before it, in lists.
+
+    Both Π β and its complement are carried: while it is small, the complement holds
+    the digits that count, and products of decays would lose one with each.
+    """
+
+    ms: Sequence[jax.Array]  # for each leaf, (n, ...)
+    weights: Sequence[jax.Array]  # for each weight, (n, ...), as the next two
+    decays: Sequence[jax.Array]  # Π β
+    alphas: Sequence[jax.Array]  # 1 − Π β
+
+
+def compose(owners: Sequence[int], earlier: Span, later: Span) -> Span:
+    """The span of two consecutive ones; associative."""
+
+    def onto(owner: int, value: jax.Array, start: jax.Array) -> jax.Array:
+        return added(later.decays[owner], later.alphas[owner], value, start)
+
+    alphas = [
+        a + b * (1 - a) for a, b in zip(earlier.alphas, later.alphas, strict=True)
+    ]
+    products = [p * q for p, q in zip(earlier.decays, later.decays, strict=True)]
+    own = range(len(products))
+    return Span(
+        [onto(*each) for each in zip(owners, later.ms, earlier.ms, strict=True)],
+        [onto(*each) for each in zip(own, later.weights, earlier.weights, strict=True)],
+        [jnp.where(a < 0.5, 1 - a, p) for a, p in zip(alphas, products, strict=True)],
+        alphas,
+    )
+
+
+def added(decay: Any, alpha: Any, value: jax.Array, start: jax.Array) -> jax.Array:
+    """Value + β·start, as value − α·start + start while α < ½."""
+    low = alpha < 0.5
+    share = jnp.where(low, -alpha, decay)
+    return (value + scaled(share, start)) + scaled(low, start)
+
+
+def scaled(share: jax.Array, x: jax.Array) -> jax.Array:
+    """Share · x, where ``share`` lacks trailing axes of ``x``; 0 · inf is 0."""
+    share = share.reshape(share.shape + (1,) * (x.ndim - share.ndim))
+    return _product(cast(share, x.dtype), x)
+
+
+@jax.custom_jvp
+def _product(share: jax.Array, x: jax.Array) -> jax.Array:
+    """Share · x, and 0 where ``share`` is 0, whatever ``x``."""
+    return jnp.where(share == 0, jnp.zeros_like(x), share * x)
+
+
+@_product.defjvp
+def _product_jvp(primals: Any, tangents: Any) -> Any:
+    share, x = primals
+    d_share, d_x = tangents
+    finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+    return _product(share, x), d_share * finite + share * d_x
+
+
+class BlockTables(NamedTuple):
+    """What a block of steps at one rate multiplies by, each rounded once."""
+
+    decay: jax.Array  # β^j for the steps j = 1, 2, ... of the block
+    alpha: jax.Array  # 1 − β^j
+    kernel: jax.Array  # α·β^(i−j) at [i, j] for j <= i, else 0
+
+
+def block_tables(rate: _decay.Rate, size: int, dtype: Any) -> BlockTables:
+    """The tables of a block of ``size`` steps, from powers held as two floats."""
+    if rate.static:
+        decay = jnp.asarray(rate.decay, dtype)
+        rest = jnp.asarray(rate.decay - float(np.asarray(rate.decay, dtype)), dtype)
+    else:
+        decay = cast(rate.decay, dtype)
+        rest = cast(rate.decay - cast(decay, rate.decay.dtype), dtype)
+    high, low = decay[None], rest[None]
+    while len(high) < size:
+        zeros = jnp.zeros_like(high)
+        more, left = scaled_sum(high[-1], low[-1], high, low, zeros, None)
+        high, low = jnp.concatenate([high, more]), jnp.concatenate([low, left])
+    high, low = high[:size], low[:size]
+    one, none = jnp.ones_like(high[:1]), jnp.zeros_like(high[:1])
+    impulse = jnp.concatenate([one, high[:-1]]) - high
+    impulse = impulse + (jnp.concatenate([none, low[:-1]]) - low)
+    age = np.subtract.outer(np.arange(size), np.arange(size))
+    kernel = jnp.where(age >= 0, impulse[np.maximum(age, 0)], 0)
+    return BlockTables(high, (1 - high) - low, kernel)
+
+
+def block_sums(tables: BlockTables, x: jax.Array) -> jax.Array:
+    """The raw averages (blocks, steps, D) of blocks that begin empty."""
+    return jnp.einsum("ij,kjd->kid", tables.kernel, x, precision=lax.Precision.HIGHEST)
+
+
+def block_states(tables: BlockTables, x: jax.Array, start: jax.Array) -> jax.Array:
+    """The raw averages of blocks that begin with ``start``, from those begun empty."""
+    decay, alpha = tables.decay[None, :, None], tables.alpha[None, :, None]
+    return added(decay, alpha, x, start.reshape(start.shape[0], 1, -1))
+
+
+@jax.custom_jvp
+def ratio(m: jax.Array, w: jax.Array) -> jax.Array:
+    """M / w; NaN where w = 0, without a NaN in its derivative."""
+    if m.dtype.kind == "c":
+        return _by_parts(ratio, m, w)
+    return m / cast(w, m.dtype)
+
+
+@ratio.defjvp
+def _ratio_jvp(primals: Any, tangents: Any) -> Any:
+    m, w = primals
+    d_m, d_w = tangents
+    out = ratio(m, w)
+    weight = cast(jnp.where(w == 0, 1, w), m.dtype)
+    d_out = (
+        d_m - where(w == 0, jnp.zeros_like(out), out) * cast(d_w, m.dtype)
+    ) / weight
+    return out, d_out
+
+
+def recur(
+    rates: Sequence[_decay.Rate],
+    owners: Sequence[int],
+    ms: Sequence[jax.Array],
+    residuals: Sequence[Any],
+    xs: Sequence[jax.Array],
+    noise: Any,
+) -> tuple[list[jax.Array], list[Any]]:
+    """M' = β·m + α·x for every leaf at once, and what rounding left behind.
+
+    Differentiated as the exact recurrence: rounding has no derivative.
+    """
+    static = [rate if rate.static else None for rate in rates]
+
+    @jax.custom_jvp
+    def step(traced: Any, ms: Any, residuals: Any, xs: Any, noise: Any) -> Any:
+        both = [a or b for a, b in zip(static, traced, strict=True)]
+        splits: dict[Any, _decay.Split] = {}
+        out = []
+        for owner, m, r, x in zip(owners, ms, residuals, xs, strict=True):
+            key = owner, _checks.real_dtype(m.dtype)
+            if key not in splits:
+                splits[key] = _decay.split(both[owner], key[1])
+            out.append(_leaf_step(splits[key], m, r, x, noise))
+        return [m for m, _ in out], [r for _, r in out]
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        traced, ms, _, xs, _ = primals
+        d_traced, d_ms, _, d_xs, _ = tangents
+        both = [a or b for a, b in zip(static, traced, strict=True)]
+        out = step(*primals)
+        d_out = []
+        for owner, m, x, d_m, d_x in zip(owners, ms, xs, d_ms, d_xs, strict=True):
+            terms = [(both[owner].decay, d_m), (both[owner].alpha, d_x)]
+            if d_traced[owner] is not None:
+                terms += [(d_traced[owner].decay, m), (d_traced[owner].alpha, x)]
+            d_out.append(_sum_of_products(terms, m))
+        return out, (d_out, jax.tree.map(jnp.zeros_like, out[1]))
+
+    step.defjvp(jvp, symbolic_zeros=True)
+    traced = [None if rate.static else rate for rate in rates]
+    return step(traced, list(ms), list(residuals), list(xs), noise)
+
+
+def _sum_of_products(terms: Sequence[tuple[Any, Any]], like: jax.Array) -> jax.Array:
+    total = None
+    for a, b in terms:
+        if isinstance(a, SymbolicZero) or isinstance(b, SymbolicZero):
+            continue
+        product = jnp.asarray(a, like.dtype) * jnp.asarray(b, like.dtype)
+        total = product if total is None else total + product
+    if total is None:
+        return jnp.zeros_like(like)
+    return jnp.broadcast_to(total, like.shape)
+
+
+def _leaf_step(
+    split: _decay.Split, m: jax.Array, r: Any, x: jax.Array, noise: Any
+) -> tuple[jax.Array, Any]:
+    """The step of one leaf: y is all that is added to the exact product c·m.
+
+    y = α·(x − k·m) + (β·r − q·m), m' = c·m + y, r' = y − (m' − c·m)
+    """
+    if m.dtype.kind == "c":
+        return _by_parts(partial(_leaf_step, split), m, r, x, noise)
+    decay, alpha, coarse, carry, rest, low = split
+    if isinstance(decay, float):
+        if decay == 0:
+            return x, None if r is None else jnp.zeros_like(r)
+        if decay == 1:
+            return m, r
+        y = alpha * (x - m) if carry else alpha * x - rest * m
+        if r is not None:
+            y = y + _left(decay * r, low, m)
+        kept = m if carry else coarse * m
+        moving = carry
+    else:
+        # What a zero multiplies is dropped on the bits: 0 · inf is NaN, and a select
+        # would break a loop over time into one kernel for each operation.
+        m = _drop(m, decay != 0)
+        y = _drop(alpha * (x - carry * m), alpha != 0)
+        if r is None:
+            y = y - rest * m
+        else:
+            y = y + (_left(decay * _drop(r, decay != 0), low, m) - rest * m)
+        kept = coarse * m
+        moving = jnp.where(alpha == 0, 0, carry)
+    if r is not None:
+        new = kept + y
+        return new, y - (new - kept)
+    if isinstance(moving, float) and not moving:
+        return kept + y, None
+    # Of the sum, not of m: just below a power of two the grid it lands on is coarser.
+    noise = (moving * cast(noise, m.dtype)) * _spacing(kept + y)
+    return kept + (y + jnp.where(y == 0, 0, noise)), None
+
+
+def _left(r: jax.Array, low: Any, m: jax.Array) -> jax.Array:
+    """``r``, less what the digits of the decay below its dtype take from ``m``."""
+    return r if isinstance(low, float) and low == 0 else r - low * m
+
+
+@jax.custom_jvp
+def scaled_sum(p: Any, r_p: Any, a: Any, r_a: Any, b: Any, r_b: Any) -> Any:
+    """(p + r_p)·(a + r_a) + (b + r_b) as two floats, without a where p = 0."""
+    if a.dtype.kind == "c":
+        return _by_parts(scaled_sum, p, r_p, a, r_a, b, r_b)
+    p, r_p = cast(p, a.dtype), cast(r_p, a.dtype)
+    a = _drop(a, jnp.broadcast_to(p != 0, a.shape))
+    p_high, a_high = _high(p), _high(a)
+    p_low, a_low = p - p_high, a - a_high
+    # Products of halves are exact, so that it is no matter which of them the compiler
+    # contracts into a multiply-add.
+    total, error = _two_sum(p_high * a_high, b)
+    for product in (p_high * a_low, p_low * a_high):
+        total, left = _two_sum(total, product)
+        error = error + left
+    error = (error + p_low * a_low) + r_p * a
+    if r_a is not None:
+        error = error + p * r_a
+    if r_b is not None:
+        error = error + r_b
+    new, left = _two_sum(total, jnp.where(jnp.isfinite(total), error, 0))
+    return new, None if r_a is None else jnp.where(jnp.isfinite(new), left, 0)
+
+
+def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A + b rounded, and what that left behind (Knuth, 1969)."""
+    total = a + b
+    grown = total - a
+    return total, (a - (total - grown)) + (b - grown)
+
+
+_BITS = {4: (np.uint32, 0x7F80_0000, 23), 8: (np.uint64, 0x7FF0_0000_0000_0000, 52)}
+
+
+def _drop(x: jax.Array, keep: Any) -> jax.Array:
+    """``x`` where ``keep``, else 0, without a select."""
+    uint = _BITS[x.dtype.itemsize][0]
+    mask = uint(0) - keep.astype(uint)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, uint) & mask, x.dtype)
+
+
+def _spacing(x: jax.Array) -> jax.Array:
+    """The distance between floating-point numbers of the size of ``x``."""
+    uint, exponent, digits = _BITS[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, uint) & uint(exponent)
+    return lax.bitcast_convert_type(bits, x.dtype) * 2.0**-digits
+
+
+def _high(x: jax.Array) -> jax.Array:
+    """``x`` with the lower half of its digits cleared: products of such are exact."""
+    uint, low = {4: (np.uint32, 0xFFF), 8: (np.uint64, 0x7FF_FFFF)}[x.dtype.itemsize]
+    bits = lax.bitcast_convert_type(x, uint) & uint(~uint(low))
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+@scaled_sum.defjvp
+def scaled_sum_jvp(primals: Any, tangents: Any) -> Any:
+    """The derivative of p·a + b; rounding has none."""
+    p, _, a, *_ = primals
+    d_p, _, d_a, _, d_b, _ = tangents
+    out = scaled_sum(*primals)
+    d_out = jnp.asarray(p, a.dtype) * d_a + jnp.asarray(d_p, a.dtype) * a + d_b
+    return out, (d_out, None if out[1] is None else jnp.zeros_like(out[1]))
+
+
+def dither(count: jax.Array) -> jax.Array:
+    """One number in [−½, ½) for the step number ``count``, evenly spread.
+
+    Every 16 steps take 16 numbers 1/16 apart, shifted and in strides that a hash
+    draws anew: what is even in every block cancels the rounding of a constant, and
+    what is random from block to block cannot resonate with a period of the values.
+    A fixed stride, such as the golden ratio, does where ``m`` crosses a power of two.
+    """
+    n = count.astype(jnp.uint32)
+    h = n >> 4
+    for multiplier in (0x85EB_CA6B, 0xC2B2_AE35):  # the finaliser of MurmurHash3
+        h = (h ^ (h >> 16)) * np.uint32(multiplier)
+    h = h ^ (h >> 16)
+    mixed = n * ((h | np.uint32(1)) << 28) + h
+    return lax.bitcast_convert_type(mixed, jnp.int32).astype(jnp.float32) * 2.0**-32
+
+
+def _by_parts(function: Callable, *args: Any) -> Any:
+    """A function of real arrays, on the parts of those that are complex."""
+
+    def on(part: Callable) -> Any:
+        return function(
+            *(
+                part(a) if getattr(a, "dtype", np.dtype(bool)).kind == "c" else a
+                for a in args
+            )
+        )
+
+    return jax.tree.map(lax.complex, on(jnp.real), on(jnp.imag))
+
+
+def quotient(
+    m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any
+) -> jax.Array:
+    """The average m / w, in the floating dtype of ``like``; ``like`` where w = 0."""
+    # No NaN where `like` steps in: jax_debug_nans would object.
+    average = mean(m, r, w, r_w, empty=jnp.nan if like is None else 0.0)
+    if like is None:
+        return average
+    if _checks.is_inexact(like):
+        average = cast(average, _checks.dtype_of(like))
+    return jnp.where(w != 0, average, cast(jnp.asarray(like), average.dtype))
+
+
+def mean(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, empty: float) -> jax.Array:
+    """(m + r) / (w + r_w), rounded about once; ``empty`` where w = 0."""
+    if m.dtype.kind == "c":
+        return _by_parts(mean, m, r, w, r_w, empty)
+    seen = w != 0
+    weight = cast(jnp.where(seen, w, 1), m.dtype)
+    quotient = m / weight
+    left = (
+        -quotient * cast(r_w, m.dtype)
+        if r is None
+        else r - quotient * cast(r_w, m.dtype)
+    )
+    left = jnp.where(jnp.isfinite(quotient), left / weight, 0)
+    return jnp.where(seen, quotient + lax.stop_gradient(left), empty)

@@ -1,0 +1,285 @@
+"""The ways to run along time: in order, by merging, in blocks, sharded."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from emaopt import _arithmetic, _checks, _decay, _state
+
+
+class Inputs(NamedTuple):
+    """What changes from step to step: arrays with a leading time axis, or None."""
+
+    values: Sequence[Any]  # for each leaf of state.m
+    rates: Sequence[_decay.Rate | None]  # for each weight; None where constant
+    masks: Sequence[Any] | None  # for each weight, bool
+    counted: Any  # bool (T,); None where every step counts
+    reset: Any  # bool (T,)
+
+
+class Problem(NamedTuple):
+    """A checked call of ``scan``, in lists of one entry for each leaf or weight."""
+
+    inputs: Inputs
+    rates: Sequence[Any]  # for each weight a Rate; None where it is not constant
+    steps: int
+    hold: bool
+    reverse: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the values changes from step to step."""
+        _, *rest = self.inputs
+        return not jax.tree.leaves(rest)
+
+    def step(self, state: _state.EmaState, now: Inputs) -> _state.EmaState:
+        """The state after one step."""
+        if now.reset is not None:
+            state = _state.forget(state, now.reset)
+        rates: list[Any] = [a or b for a, b in zip(self.rates, now.rates, strict=True)]
+        counted = True if now.counted is None else now.counted
+        return _state.step(
+            state, now.values, rates, now.masks, hold=self.hold, counted=counted
+        )
+
+
+Outcome = tuple[_state.EmaState, list[jax.Array]]
+
+
+def sequential(state: _state.EmaState, problem: Problem) -> Outcome:
+    """One ``lax.scan`` over the steps, compensated."""
+
+    def body(carry: _state.EmaState, now: Inputs) -> Any:
+        carry = problem.step(carry, now)
+        return carry, _averages(carry, problem)
+
+    return lax.scan(body, state, problem.inputs, reverse=problem.reverse)
+
+
+def associative(state: _state.EmaState, problem: Problem) -> Outcome:
+    """``lax.associative_scan`` over the steps, each as what it does to a state."""
+    if not problem.steps:
+        return sequential(state, problem)
+    owners = _state.owners_of(state)
+    spans = lax.associative_scan(
+        partial(_arithmetic.compose, owners),
+        _spans(state, problem),
+        reverse=problem.reverse,
+    )
+    ms, weights, *_ = _state.parts(state)
+    start = _arithmetic.Span(
+        *jax.tree.map(lambda leaf: leaf[None], (ms, weights)),
+        decays=[jnp.ones_like(p[:1]) for p in spans.decays],
+        alphas=[jnp.zeros_like(p[:1]) for p in spans.decays],
+    )
+    after = _arithmetic.compose(owners, start, spans)
+    averages = [
+        _output(m, after.weights[owner], x)
+        for m, owner, x in zip(after.ms, owners, problem.inputs.values, strict=True)
+    ]
+    masks = problem.inputs.masks
+    if masks is not None and not problem.hold:
+        # In a gap so long that the weight underflows, the last average stays.
+        averages = [
+            _filled_forward(average, masks[owner], problem.reverse)
+            for average, owner in zip(averages, owners, strict=True)
+        ]
+    last = jax.tree.map(lambda leaf: leaf[0 if problem.reverse else -1], spans)
+    empty = _state.emptied(state)
+    counted = problem.inputs.counted
+    count = (
+        jnp.int32(problem.steps)
+        if counted is None
+        else jnp.sum(counted, dtype=jnp.int32)
+    )
+    whole = _state.rebuilt(
+        empty,
+        [*last.ms, *last.weights, *last.decays],
+        jax.tree.leaves(empty.residual),
+        count,
+    )
+    return _state.merge(state, whole), averages
+
+
+def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
+    """What each single step does to a state."""
+    ms, weights, *_ = _state.parts(state)
+    values, varying, masks, _, reset = problem.inputs
+    decays, alphas, shares = [], [], []
+    for owner, weight in enumerate(weights):
+        rate = varying[owner] or problem.rates[owner]
+        full = problem.steps, *weight.shape
+
+        def spread(part: Any, shape: Any = full) -> jax.Array:
+            part = jnp.asarray(part)
+            part = part.reshape(
+                part.shape + (1,) * (len(shape) - part.ndim) * (part.ndim > 0)
+            )
+            return jnp.broadcast_to(part, shape)
+
+        decay, alpha = (spread(jnp.asarray(part, weight.dtype)) for part in rate)
+        share = alpha
+        if masks is not None:
+            mask = spread(masks[owner])
+            share = jnp.where(mask, alpha, 0)
+            if problem.hold:
+                decay, alpha = jnp.where(mask, decay, 1), share
+        if reset is not None:
+            dropped = spread(reset)
+            decay, alpha = jnp.where(dropped, 0, decay), jnp.where(dropped, 1, alpha)
+        decays.append(decay)
+        alphas.append(alpha)
+        shares.append(share)
+    xs = [
+        _arithmetic.scaled(shares[owner], _arithmetic.cast(jnp.asarray(x), m.dtype))
+        for owner, x, m in zip(_state.owners_of(state), values, ms, strict=True)
+    ]
+    return _arithmetic.Span(xs, shares, decays, alphas)
+
+
+def blocked(state: _state.EmaState, problem: Problem) -> Outcome:
+    """Blocks by one triangular product each, and a compensated scan over the blocks.
+
+    A matrix product is not causal, 0 · inf reaches earlier rows: where a value is not
+    finite, ``sequential`` takes over.
+    """
+    finite = [jnp.all(jnp.isfinite(x)) for x in problem.inputs.values]
+    return lax.cond(
+        jnp.all(jnp.array([True, *finite])),
+        lambda state, inputs: _by_blocks(state, problem._replace(inputs=inputs)),
+        lambda state, inputs: sequential(state, problem._replace(inputs=inputs)),
+        state,
+        problem.inputs,
+    )
+
+
+def sharded(
+    state: _state.EmaState, problem: Problem, axis_name: str, run: Callable
+) -> Outcome:
+    """``run`` on the time shard of this device, begun where the shards before end."""
+    others = _varies(problem.inputs) - {axis_name}
+    state = _vary(state, others)
+    mine, _ = run(_vary(_state.emptied(state), {axis_name}), problem)
+    shards = _gather(mine, axis_name)
+
+    def merge(before: _state.EmaState, shard: _state.EmaState) -> Any:
+        return _state.merge(before, shard), before
+
+    final, starts = lax.scan(merge, state, shards, reverse=problem.reverse)
+    index = lax.axis_index(axis_name)
+    start = jax.tree.map(
+        lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), starts
+    )
+    return final, run(start, problem)[1]
+
+
+def alike(state: _state.EmaState, problem: Problem) -> _state.EmaState:
+    """``state``, typed to vary over the mesh axes that the inputs vary over."""
+    return _vary(state, _varies(problem.inputs) | _varies(problem.rates))
+
+
+def _varies(tree: Any) -> frozenset[str]:
+    """The axes of a mesh, inside ``shard_map``, that any leaf varies over."""
+
+    def axes(leaf: Any) -> frozenset[str]:
+        kind = jax.typeof(leaf)
+        return kind.vma if hasattr(kind, "vma") else kind.mat.varying  # jax 0.9 on
+
+    return frozenset().union(*map(axes, jax.tree.leaves(tree)))
+
+
+def _vary(tree: Any, axes: Any) -> Any:
+    """``tree``, typed to vary over ``axes`` too."""
+
+    def vary(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(set(axes) - _varies(leaf)))
+        if not missing:
+            return leaf
+        pvary = getattr(lax, "pvary", None)  # jax 0.7 and 0.8
+        if pvary is not None:
+            return pvary(leaf, missing)
+        return lax.pcast(leaf, missing, to="varying")
+
+    return jax.tree.map(vary, tree)
+
+
+def _gather(state: _state.EmaState, axis_name: str) -> _state.EmaState:
+    """The states of all shards, replicated, by one collective for all leaves."""
+    # In two floats: ravel_pytree would put a large count into one.
+    count = jnp.stack([state.count >> 12, state.count & 0xFFF]).astype(jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        flat, unravel = ravel_pytree((state._replace(count=None), count))
+    if hasattr(lax, "all_gather_invariant"):  # before jax 0.9
+        rows = lax.all_gather_invariant(flat, axis_name)
+    else:
+        rows = lax.all_gather(flat, axis_name, to="invarying")
+    states, counts = jax.vmap(unravel)(rows)
+    high, low = counts.astype(jnp.int32).T
+    return states._replace(count=(high << 12) + low)
+
+
+def block_size(problem: Problem, state: _state.EmaState) -> int:
+    """The steps in a block: 32 for narrow leaves, 16 for wider ones, 0 for wide."""
+    widest = max((math.prod(m.shape) for m in _state.parts(state)[0]), default=0)
+    return 32 if widest <= 4 else 16 if widest <= 16 else 0
+
+
+def _by_blocks(state: _state.EmaState, problem: Problem) -> Outcome:
+    size = block_size(problem, state) or 16
+    count = problem.steps // size
+    whole = count * size
+    values = problem.inputs.values
+    if problem.reverse:
+        values = [jnp.flip(x, 0) for x in values]
+    ms, *_ = _state.parts(state)
+    blocks = [
+        _arithmetic.cast(jnp.asarray(x[:whole]), m.dtype).reshape(count, size, -1)
+        for x, m in zip(values, ms, strict=True)
+    ]
+    final, averages = _state.blocks(state, blocks, problem.rates)
+    averages = [
+        _arithmetic.cast(a, _checks.output_dtype(x)).reshape(whole, *m.shape)
+        for a, x, m in zip(averages, values, ms, strict=True)
+    ]
+    if whole < problem.steps:
+        rest = problem.inputs._replace(values=[x[whole:] for x in values])
+        final, tail = sequential(final, problem._replace(inputs=rest, reverse=False))
+        averages = [jnp.concatenate(both) for both in zip(averages, tail, strict=True)]
+    if problem.reverse:
+        averages = [jnp.flip(a, 0) for a in averages]
+    return final, averages
+
+
+def _averages(state: _state.EmaState, problem: Problem) -> list[jax.Array]:
+    """The corrected averages, in the dtypes of the values."""
+    ms, weights, *_ = _state.parts(state)
+    owners, values = _state.owners_of(state), problem.inputs.values
+    return [
+        _output(m, weights[owner], x)
+        for m, owner, x in zip(ms, owners, values, strict=True)
+    ]
+
+
+def _output(m: jax.Array, weight: jax.Array, x: Any) -> jax.Array:
+    weight = weight.reshape(weight.shape + (1,) * (m.ndim - weight.ndim))
+    return _arithmetic.cast(_arithmetic.ratio(m, weight), _checks.output_dtype(x))
+
+
+def _filled_forward(average: jax.Array, mask: Any, reverse: bool) -> jax.Array:
+    """``average`` with unobserved steps repeating the last observed one."""
+    steps = average.shape[0]
+    mask = jnp.asarray(mask)
+    mask = mask.reshape(mask.shape + (1,) * (average.ndim - mask.ndim))
+    order = lax.broadcasted_iota(jnp.int32, average.shape, 0)
+    seen = jnp.where(mask, order, steps if reverse else -1)
+    last = lax.cummin(seen, reverse=True) if reverse else lax.cummax(seen)
+    inside = (last >= 0) & (last < steps)
+    return jnp.where(
+        inside, jnp.take_along_axis(average, jnp.clip(last, 0, steps - 1), 0), average
+    )
