@@ -45,7 +45,7 @@ def power(rate: _decay.Rate, n: Any) -> _decay.Rate:
         alpha = a.alpha + a.decay * b.alpha
         # Near 1 the decay is right to an ulp only as 1 − α: squaring doubles errors.
         product = a.decay * b.decay
-        if isinstance(n, int):
+        if a.static and b.static:
             return _decay.Rate(product, alpha)
         return _decay.Rate(jnp.where(alpha < 0.5, 1 - alpha, product), alpha)
 
@@ -288,7 +288,7 @@ def _leaf_step(
 
 def _left(r: jax.Array, low: Any, m: jax.Array) -> jax.Array:
     """``r``, less what the digits of the decay below its dtype take from ``m``."""
-    return r if isinstance(low, float) and low == 0 else r - low * m
+    return r if low is None else r - low * m
 
 
 @jax.custom_jvp
@@ -370,7 +370,9 @@ def dither(count: jax.Array) -> jax.Array:
         h = (h ^ (h >> 16)) * np.uint32(multiplier)
     h = h ^ (h >> 16)
     mixed = n * ((h | np.uint32(1)) << 28) + h
-    return lax.bitcast_convert_type(mixed, jnp.int32).astype(jnp.float32) * 2.0**-32
+    noise = lax.bitcast_convert_type(mixed, jnp.int32).astype(jnp.float32) * 2.0**-32
+    # Without a barrier every element of every leaf would compute it anew.
+    return lax.optimization_barrier(noise)
 
 
 def _by_parts(function: Callable, *args: Any) -> Any:

@@ -274,10 +274,16 @@ def matched(
     return leaves
 
 
-def same_structure(name: str, expected: PyTree, found: PyTree) -> None:
-    """Raises unless ``found`` has exactly the structure of ``expected``."""
+def same_types(name: str, expected: PyTree, found: PyTree) -> None:
+    """Raises unless ``found`` has the structure, shapes and dtypes of ``expected``."""
+    advice = "Both must come from one init."
     if jax.tree.structure(found) != jax.tree.structure(expected):
-        _structure_differs(name, expected, found, "Both must come from one init.")
+        _structure_differs(name, expected, found, advice)
+    old = jax.tree_util.tree_flatten_with_path(expected)[0]
+    for (path, a), b in zip(old, jax.tree.leaves(found), strict=True):
+        for kind, x, y in (("shape", a.shape, b.shape), ("dtype", a.dtype, b.dtype)):
+            if x != y:
+                _fail(f"{name} {where(path)}: found {kind} {y}, expected {x}. {advice}")
 
 
 def _assert_dtype(
@@ -396,9 +402,9 @@ def blocked_applies(possible: bool) -> None:
 
 def sequence(name: str, values: Any) -> jax.Array:
     """``values`` as an array of numbers with a leading time axis."""
-    parts = values if isinstance(values, (list, tuple)) else [values]
-    parts = jax.tree.leaves(parts, is_leaf=lambda node: node is None)
-    for part in parts:
+    for part in jax.tree.leaves(
+        values, is_leaf=lambda node: not isinstance(node, (list, tuple))
+    ):
         if not is_number(part):
             _fail(f"{name}: found {_describe(part)}, expected an array of numbers.")
     try:
