@@ -160,6 +160,35 @@ def test_a_scheduled_decay_through_inject_hyperparams():
         np.testing.assert_allclose(emitted, 1, rtol=oracles.ULP)
 
 
+def test_a_decay_that_rounds_to_1_is_refused_when_it_is_seen():
+    ones = jnp.ones(2, jnp.bfloat16)
+    narrow = optax.inject_hyperparams(emaopt.ema)(decay=0.999)
+    with pytest.raises(
+        TypeError, match=r"held in bfloat16.*hyperparam_dtype=jnp.float"
+    ):
+        narrow.init(ones)
+    wide = optax.inject_hyperparams(emaopt.ema, hyperparam_dtype=jnp.float32)(0.999)
+    state = wide.init(ones)
+    for _ in range(3):
+        emitted, state = wide.update(ones, state, ones)
+        np.testing.assert_array_equal(emitted, ones)
+
+
+@pytest.mark.parametrize(
+    "decay",
+    [0.9, np.float32(0.9), np.float64(0.9), jnp.float32(0.9), lambda count: 0.9, 0],
+)
+@pytest.mark.parametrize("leaf", [2.5, jnp.bfloat16(2.5), np.float32(2.5)])
+def test_one_trace_for_every_kind_of_decay_and_leaf(decay, leaf):
+    average = emaopt.ema(decay)
+    update = jax.jit(average.update)
+    state = average.init(leaf)
+    for _ in range(4):
+        emitted, state = update(leaf, state)
+        assert abs(float(emitted) - 2.5) <= 2.5 * oracles.ULP
+    assert update._cache_size() == 1
+
+
 def test_a_pytree_of_decays_has_a_weight_each(rng):
     values = rng.normal(size=(20, 3)).astype(np.float32)
     decay = {"a": 0.9, "b": lambda count: jnp.where(count == 0, 0.0, 0.5)}
@@ -278,7 +307,8 @@ def test_gradients_match_finite_differences(rng):
     def reference(values, decay):
         return np.sin(oracles.ema(values, decay).corrected).sum()
 
-    gradient = jax.jit(jax.grad(jax.checkpoint(loss), argnums=(0, 1)))
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    again = jax.jit(jax.grad(jax.checkpoint(lambda values: loss(values, 0.9))))
     for decay in (0.3, 0.9):
         by_value, by_decay = gradient(jnp.asarray(values), jnp.float64(decay))
         h = 1e-6  # the error of a central difference is about h² + 1e-16 / h
@@ -289,6 +319,7 @@ def test_gradients_match_finite_differences(rng):
             shift[index] = h
             slope = reference(values + shift, decay) - reference(values - shift, decay)
             np.testing.assert_allclose(by_value[index], slope / (2 * h), atol=1e-8)
+    np.testing.assert_allclose(again(jnp.asarray(values)), by_value, rtol=1e-14)
     _, at_zero = gradient(jnp.asarray(values), jnp.float64(0))
     slope = reference(values, 1e-7) - reference(values, 0)
     np.testing.assert_allclose(at_zero, slope / 1e-7, rtol=1e-5)
