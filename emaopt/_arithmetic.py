@@ -33,7 +33,7 @@ def unless_faded(rate: _decay.Rate, mask: Any, weight: jax.Array) -> _decay.Rate
     Below 2⁻³⁰ of what the next value will weigh, the past changes no digit any more;
     held there, the average stays defined in gaps in which its weight would underflow.
     """
-    decay, alpha = (jnp.asarray(part, weight.dtype) for part in rate)
+    decay, alpha = (jnp.asarray(part, weight.dtype) for part in rate[:2])
     faded = ~mask & (weight < alpha * 2.0**-30)
     return _decay.Rate(where(~faded, decay, 1), where(~faded, alpha, 0))
 

@@ -1,6 +1,7 @@
 """β and α = 1 − β from whatever the user gave; ranges; pandas' converters."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ class Rate(NamedTuple):
 
     decay: Any  # β
     alpha: Any  # 1 − β
+    splits: Any = None  # by the name of a dtype, what ``split`` gives, or None
 
     @property
     def static(self) -> bool:
@@ -38,7 +40,7 @@ class Split(NamedTuple):
     coarse: Any  # a power of two, or 0 at β = 0
     carry: Any  # 1 where coarse = 1, else 0
     rest: Any  # 0 where coarse = 1, else coarse − β
-    low: Any  # what the dtype cuts off the coefficient of m: n steps multiply it by n
+    low: Any  # what the dtype cuts off the coefficient of m, if anything, else None
 
 
 def is_rate(node: Any) -> bool:
@@ -80,8 +82,21 @@ def resolve(decay: Any, count: Any, name: str = "decay") -> Any:
     return jax.tree.unflatten(jax.tree.structure(decay, is_leaf=callable), leaves)
 
 
+def prepared(rate: Rate, dtypes: Iterable[Any]) -> Rate:
+    """``rate`` with its splits, computed here, once, and not in the loop that uses it.
+
+    Behind a barrier: the compiler would compute them anew for every element.
+    """
+    if rate.static:
+        return rate
+    splits = {np.dtype(dtype).name: split(rate, dtype) for dtype in dtypes}
+    return rate._replace(splits=lax.optimization_barrier(lax.stop_gradient(splits)))
+
+
 def split(rate: Rate, dtype: Any) -> Split:
     """The coefficients of the step in the real dtype ``dtype``."""
+    if rate.splits is not None:
+        return rate.splits[np.dtype(dtype).name]
     if rate.static:
         mantissa, exponent = math.frexp(rate.decay)
         coarse = math.ldexp(float(mantissa >= 0.75) + 1.0, exponent - 1)
@@ -90,7 +105,7 @@ def split(rate: Rate, dtype: Any) -> Split:
         rest = 0.0 if carry else coarse - rate.decay
         exact = rate.alpha if carry else rest
         low = exact - float(np.asarray(exact, dtype))
-        return Split(rate.decay, rate.alpha, coarse, carry, rest, low)
+        return Split(rate.decay, rate.alpha, coarse, carry, rest, low or None)
     decay = rate.decay.astype(dtype)
     uint, half, exponent = {
         4: (np.uint32, 0x0040_0000, 0x7F80_0000),
@@ -108,7 +123,7 @@ def split(rate: Rate, dtype: Any) -> Split:
         coarse,
         whole.astype(dtype),
         jnp.where(whole, 0, rest.astype(dtype)),
-        0.0 if exact.dtype == dtype else low.astype(dtype),
+        None if exact.dtype == dtype else low.astype(dtype),
     )
 
 

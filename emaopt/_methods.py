@@ -123,7 +123,7 @@ def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
             )
             return jnp.broadcast_to(part, shape)
 
-        decay, alpha = (spread(jnp.asarray(part, weight.dtype)) for part in rate)
+        decay, alpha = (spread(jnp.asarray(part, weight.dtype)) for part in rate[:2])
         share = alpha
         if masks is not None:
             mask = spread(masks[owner])

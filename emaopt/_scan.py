@@ -136,6 +136,7 @@ def scan(
     counts = _state.counts(state, steps, reverse=reverse)
     rates = _decay.resolve(decay, counts)
     rates = _checks.rates(rates, weightdef, weights, _decay.is_rate, lead)
+    rates = _state.prepared(state, rates)
     constant = [jnp.ndim(rate.decay) == 0 for rate in rates]
     problem = _methods.Problem(
         inputs=_methods.Inputs(

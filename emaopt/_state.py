@@ -214,6 +214,7 @@ def advance(
     """``update``, given the leaves of the values and the rates of this step."""
     weights, weightdef = jax.tree.flatten(state.weight)
     each_rate = _checks.rates(rates, weightdef, weights, _decay.is_rate)
+    each_rate = prepared(state, each_rate)
     if observed is True:
         return step(state, values, each_rate)
     masks = _checks.masks("observed", observed, weightdef, weights)
@@ -221,6 +222,19 @@ def advance(
     if hold and jax.tree_util.all_leaves([observed]) and jnp.ndim(observed) == 0:
         counted = observed
     return step(state, values, each_rate, masks, hold=hold, counted=counted)
+
+
+def prepared(state: EmaState, rates: Sequence[Any]) -> list[Any]:
+    """The rates with what steps of ``state`` multiply by; None stays None."""
+    ms, weights, *_ = parts(state)
+    owners = [*owners_of(state), *range(len(weights))]
+    dtypes: list[set] = [set() for _ in weights]
+    for owner, leaf in zip(owners, [*ms, *weights], strict=True):
+        dtypes[owner].add(_real(leaf))
+    return [
+        rate if rate is None else _decay.prepared(rate, sorted(kinds, key=str))
+        for rate, kinds in zip(rates, dtypes, strict=True)
+    ]
 
 
 def step(
@@ -485,6 +499,8 @@ def blocks(
         _decay.Rate(table.decay[-1], table.alpha[-1])
         for table in (tables[o, w.dtype] for o, w in enumerate(weights))
     ]
+
+    whole = prepared(state, whole)
 
     def body(carry: EmaState, ends: Any) -> Any:
         after = step(carry, ends, whole)
