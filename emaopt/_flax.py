@@ -1,6 +1,7 @@
 """What both Flax adapters share; it does not import Flax."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,34 +50,43 @@ def absorb(
 
 def mean_over(
     batches: Iterable[Any],
-    statistics: Callable[[Any, Any], tuple[PyTree, Any]],
-    carry: Any,
+    statistics: Callable[[Any, PyTree, PyTree, Any], tuple[PyTree, PyTree]],
+    static: Any,
+    fixed: PyTree,
+    carry: PyTree,
     progress: bool,
 ) -> PyTree:
     """The mean over ``batches`` of the statistics of each.
 
-    ``statistics(carry, batch)`` returns those of a batch and the carry for the next;
-    it is compiled once for each shape of a batch.
+    ``statistics(static, fixed, carry, batch)`` returns those of a batch and the carry
+    for the next. It is compiled once for what is static and each shape of a batch.
     """
     _checks.flag("progress", progress)
-    decay = schedules.uniform()
-
-    @jax.jit
-    def absorb(mean: _state.EmaState, carry: Any, batch: Any) -> tuple[Any, Any]:
-        stats, carry = statistics(carry, batch)
-        return _state.update(mean, stats, decay), carry
-
     mean = like = None
     for batch in _bar(batches) if progress else batches:
         if mean is None:
-            like = jax.eval_shape(statistics, carry, batch)[0]
+            call = partial(statistics, static)
+            like = jax.eval_shape(call, fixed, carry, batch)[0]
             mean = _state.init(like, compensated=True)
-        mean, carry = absorb(mean, carry, batch)
+        mean, carry = _one_batch(statistics, static, mean, fixed, carry, batch)
     if mean is None:
         _checks.no_batches()
     return jax.tree.map(
         lambda average, leaf: average.astype(leaf.dtype), _state.corrected(mean), like
     )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _one_batch(
+    statistics: Callable,
+    static: Any,
+    mean: _state.EmaState,
+    fixed: PyTree,
+    carry: PyTree,
+    batch: Any,
+) -> tuple[_state.EmaState, PyTree]:
+    stats, carry = statistics(static, fixed, carry, batch)
+    return _state.update(mean, stats, schedules.uniform()), carry
 
 
 def _bar(batches: Iterable[Any]) -> Iterable[Any]:
@@ -85,4 +95,4 @@ def _bar(batches: Iterable[Any]) -> Iterable[Any]:
         from tqdm import tqdm
     except ImportError:
         return batches
-    return tqdm(batches, desc="batch statistics", unit="batch", delay=2.0)
+    return tqdm(batches, desc="batch statistics", unit="batch", delay=2.0, leave=False)

@@ -287,7 +287,16 @@ def update_batch_stats(
     >>> print(stats["mean"], stats["var"])
     [3.] [0.5]
     """
-    old = dict(variables).get("batch_stats", {})
+    variables = dict(variables)
+    mean = _flax.mean_over(batches, _statistics, apply, variables, None, progress)
+    stats = _state.filled(mean, variables["batch_stats"])
+    return {**variables, "batch_stats": stats}
+
+
+def _statistics(
+    apply: Callable, variables: dict[str, PyTree], carry: None, batch: Any
+) -> tuple[PyTree, None]:
+    """The statistics of one batch; MaskedNode for what else is in the collection."""
     paths: set[tuple[str, ...]] = set()
 
     def run(next_call: Callable, args: Any, kwargs: Any, context: Any) -> Any:
@@ -307,20 +316,15 @@ def update_batch_stats(
         names = tuple(key.key for key in path)
         return any(names[: len(norm)] == norm for norm in paths)
 
-    def statistics(_: Any, batch: Any) -> tuple[PyTree, Any]:
-        paths.clear()
-        # A momentum of 0 would still pass on what is not finite.
-        finite = jax.tree.map(jnp.nan_to_num, old)
-        with nn.intercept_methods(run):
-            new = apply({**variables, "batch_stats": finite}, batch)[1]["batch_stats"]
-        if not paths:
-            _checks.no_batch_norm("flax.linen.BatchNorm", "apply runs")
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if of_norm(path) else optax.MaskedNode(), new
-        ), None
-
-    mean = _flax.mean_over(batches, statistics, None, progress)
-    return {**variables, "batch_stats": _state.filled(mean, old)}
+    # A momentum of 0 would still pass on what is not finite.
+    finite = jax.tree.map(jnp.nan_to_num, variables.get("batch_stats", {}))
+    with nn.intercept_methods(run):
+        new = apply({**variables, "batch_stats": finite}, batch)[1]["batch_stats"]
+    if not paths:
+        _checks.no_batch_norm("flax.linen.BatchNorm", "apply runs")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if of_norm(path) else optax.MaskedNode(), new
+    ), carry
 
 
 _WHOLE_BATCH = {"momentum": 0.0, "use_running_average": False}

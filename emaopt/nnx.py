@@ -313,16 +313,19 @@ def update_batch_stats(
     if not _norms(scratch):
         _checks.no_batch_norm("flax.nnx.BatchNorm", "model has")
     graphdef, rngs, rest = nnx.split(scratch, nnx.RngState, ...)
-
-    def statistics(rngs: Any, batch: Any) -> tuple[PyTree, Any]:
-        model = nnx.merge(graphdef, rngs, rest, copy=True)
-        apply(model, batch)
-        stats = [(norm.mean[...], norm.var[...]) for norm in _norms(model)]
-        return stats, nnx.state(model, nnx.RngState)
-
-    stats = _flax.mean_over(batches, statistics, rngs, progress)
+    static = apply, graphdef
+    stats = _flax.mean_over(batches, _statistics, static, rest, rngs, progress)
     for norm, (mean, var) in zip(_norms(model), stats, strict=True):
         norm.mean[...], norm.var[...] = mean, var
+
+
+def _statistics(static: Any, rest: Any, rngs: Any, batch: Any) -> tuple[PyTree, Any]:
+    """The statistics of one batch, and the RNG state after it."""
+    apply, graphdef = static
+    model = nnx.merge(graphdef, rngs, rest, copy=True)
+    apply(model, batch)
+    stats = [(norm.mean[...], norm.var[...]) for norm in _norms(model)]
+    return stats, nnx.state(model, nnx.RngState)
 
 
 def _norms(model: nnx.Module) -> list[nnx.BatchNorm]:

@@ -1,5 +1,8 @@
 """Small models in both Flax APIs, data for them, and what their average should be."""
 
+import importlib.util
+from pathlib import Path
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -103,6 +106,22 @@ def assert_same(found, expected):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def example(name):
+    """A script of examples/ as a module."""
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_averaging_helps(history):
+    """Over the last half of the epochs, every average beats the parameters."""
+    raw, *averages = np.asarray(history)[len(history) // 2 :].mean(axis=0)
+    assert raw > 0.5
+    assert all(average > raw + 0.01 for average in averages)
 
 
 def nbytes(tree):

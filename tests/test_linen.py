@@ -19,8 +19,10 @@ from flax_models import (
     LinenBlock,
     LinenCNN,
     assert_average,
+    assert_averaging_helps,
     assert_same,
     batches,
+    example,
     mean_loss,
     nbytes,
 )
@@ -399,7 +401,7 @@ def test_a_progress_bar_where_tqdm_is_there(data, monkeypatch):
     run = partial(emaopt.linen.update_batch_stats, apply, state.variables, data[0])
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=bar))
     expected = run()
-    assert seen == [{"desc": "batch statistics", "unit": "batch", "delay": 2.0}]
+    assert [options["desc"] for options in seen] == ["batch statistics"]
     assert_same(run(progress=False), expected)
     assert len(seen) == 1
     monkeypatch.setitem(sys.modules, "tqdm", None)
@@ -427,3 +429,22 @@ def test_flax_is_imported_by_the_adapters_alone():
     for name, line in zip(("linen", "nnx"), result.stdout.splitlines(), strict=True):
         expected = f'emaopt.{name} needs Flax, which is an extra: pip install "emaopt'
         assert line.startswith(expected + '[flax]"')
+
+
+@pytest.mark.slow
+def test_the_example_averages_better_than_it_trains(capsys):
+    module = example("linen_batchnorm")
+    assert_averaging_helps(module.train(epochs=8, seed=0, decay=0.98))
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["epoch", *module.COLUMNS]
+    assert [row.split()[0] for row in rows] == list("12345678")
+
+
+def test_the_example_prints_its_table(capsys):
+    module = example("linen_batchnorm")
+    module.train = lambda epochs, seed, decay: np.full((epochs, 4), decay)
+    module.main(["--epochs", "7", "--decay", "0.5"])
+    assert "mean       50.0%       50.0%" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        module.main(["--epochs", "0"])
+    assert "--epochs: expected at least 1, found 0" in capsys.readouterr().err

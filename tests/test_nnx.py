@@ -14,8 +14,10 @@ from flax_models import (
     NnxBlock,
     NnxCNN,
     assert_average,
+    assert_averaging_helps,
     assert_same,
     batches,
+    example,
     mean_loss,
     nbytes,
 )
@@ -466,3 +468,22 @@ def test_the_same_as_the_average_of_flax_where_that_is_right(rng):
     scale = np.tensordot(weights, np.abs(np.asarray(history, np.float64)), axes=1)
     assert np.all(np.abs(found.kernel[...] - exact) <= 8 * oracles.ULP * scale)
     assert np.all(np.abs(expected.kernel[...] - exact) <= 16 * oracles.ULP * scale)
+
+
+@pytest.mark.slow
+def test_the_example_averages_better_than_it_trains(capsys):
+    module = example("nnx_batchnorm")
+    assert_averaging_helps(module.train(epochs=8, seed=0, decay=0.98))
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["epoch", *module.COLUMNS]
+    assert [row.split()[0] for row in rows] == list("12345678")
+
+
+def test_the_example_prints_its_table(capsys):
+    module = example("nnx_batchnorm")
+    module.train = lambda epochs, seed, decay: np.full((epochs, 4), decay)
+    module.main(["--epochs", "7", "--decay", "0.5"])
+    assert "mean       50.0%       50.0%" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        module.main(["--epochs", "0"])
+    assert "--epochs: expected at least 1, found 0" in capsys.readouterr().err
