@@ -122,7 +122,8 @@ def params_ema(
       decay: β in [0, 1), per call: a Python float, a NumPy or JAX scalar (traced
         included), an ``optax.Schedule``, or a pytree prefix of the parameters with any
         of these as leaves. A schedule maps the number of absorptions so far to the
-        decay of this one.
+        decay of this one (``optax.inject_hyperparams`` calls schedules itself, with
+        its number of calls; what they return is then a decay per call).
       every: absorb one call in ``every``, with β^every, so that the half-life in calls
         stays; a whole number >= 1. In between the average is neither read nor written.
       start: absorb nothing in the first ``start`` calls; a whole number >= 0.
