@@ -1,0 +1,176 @@
+"""Moments whose weights fade, in one loop: means, covariances, and 1 − Σ v²."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from emaopt import _checks, _decay, _scan, _state
+
+
+class Clock(NamedTuple):
+    """What the steps do to the weights; leading axis T."""
+
+    passed: _state.EmaState  # what a weight fades by, as states to merge
+    alpha: jax.Array | None  # 1 − β of a decay
+
+
+# Compiled here, lest each call outside of jit compiles its loop anew.
+@partial(jax.jit, static_argnames=("known", "adjust", "ignore_na"))
+def mean(
+    x: jax.Array,
+    seen: jax.Array,
+    clock: Clock,
+    decay: Any,
+    *,
+    known: float | None,
+    adjust: bool,
+    ignore_na: bool,
+) -> jax.Array:
+    """The mean for one decay: where nothing is missing, a scan of the core's."""
+
+    def complete() -> jax.Array:
+        start = _state.init(x[0], compensated=True, warm_start=not adjust)
+        return _scan.scan(start, x, decay if known is None else known)[1]
+
+    def broken() -> jax.Array:
+        options = {"adjust": adjust, "ignore_na": ignore_na}
+        return relative([x], seen, clock, pairs=None, bias=True, **options)[0]
+
+    return lax.cond(jnp.all(seen), complete, broken)
+
+
+def clock(decay: Any, times: Any, halflife: Any, steps: int, dtype: Any) -> Clock:
+    """The decays of all steps, each as two floats."""
+    if times is None:
+        rate = _decay.resolve(decay, None)
+        # What one float of the decay leaves over is carried along.
+        if rate.static:
+            decay, alpha = dtype.type(rate.decay), dtype.type(rate.alpha)
+            rest = dtype.type(rate.decay - float(decay))
+        else:
+            whole = rate.decay.astype(_checks.wide_dtype(dtype, rate.decay.dtype))
+            decay, alpha = whole.astype(dtype), (1 - whole).astype(dtype)
+            rest = (whole - decay.astype(whole.dtype)).astype(dtype)
+    else:
+        halflives = _elapsed(times, halflife, steps, dtype)
+        gone = -jnp.expm1(-np.log(2).astype(dtype) * halflives)
+        # Near 1 the decay is what is gone from 1; far from it, it has its own digits.
+        near = 1 - gone
+        short = halflives < 1
+        decay = jnp.where(short, near, jnp.exp2(-halflives))
+        rest = lax.stop_gradient(jnp.where(short, (1 - near) - gone, 0))
+        alpha = None
+    decay, rest, alpha = jax.tree.map(
+        lambda each: jnp.broadcast_to(each, (steps,)), (decay, rest, alpha)
+    )
+    return Clock(_weight(decay, rest, jnp.zeros_like(decay)), alpha)
+
+
+def _weight(decay_power: jax.Array, rest: Any, weight: jax.Array) -> _state.EmaState:
+    """A state of no values: a weight, and how far it has faded."""
+    residual = _state.Residual(None, rest, jnp.zeros_like(weight))
+    count = jnp.zeros(jnp.shape(weight), jnp.int32)
+    return _state.EmaState((), decay_power, weight, count, residual)
+
+
+def _elapsed(times: Any, halflife: Any, steps: int, dtype: Any) -> jax.Array:
+    """The time since the step before, in half-lives; 0 at the first."""
+    times, halflife = _checks.times(times, halflife, steps)
+    if isinstance(times, np.ndarray):
+        passed = np.diff(times)
+        if not isinstance(halflife, jax.Array):
+            passed, halflife = passed / halflife, 1.0
+        passed = jnp.asarray(passed.astype(dtype))
+    else:
+        passed = jnp.diff(times).astype(dtype)
+    passed = passed / jnp.asarray(halflife, dtype)
+    return jnp.concatenate([jnp.zeros(min(steps, 1), dtype), passed])
+
+
+@partial(jax.jit, static_argnames=("adjust", "ignore_na", "pairs", "bias"))
+def relative(
+    xs: Sequence[jax.Array],
+    seen: jax.Array,
+    clock: Clock,
+    *,
+    adjust: bool,
+    ignore_na: bool,
+    pairs: tuple[tuple[int, int], ...] | None,
+    bias: bool,
+) -> list[jax.Array]:
+    """Averages whose decay at a step is the share that the past has behind it.
+
+    share = W⁻ / (W⁻ + n) with W⁻ what is left of the weight of the past, and n that
+    of the value: 1 if adjusted, and else 1 − β, or what W⁻ leaves of 1. The average of
+    (x_i − y_i)(x_j − y_j), one factor before the step and one behind it, is the
+    covariance (West, 1979). Σ v² falls by share² a step and gains (1 − share)²; the
+    average of 2·share / (1 + share) with the decay share² is 1 − Σ v², with no
+    cancellation. Deviations are from means that are kept as two floats.
+    """
+    dtype = xs[0].dtype
+    zero = jnp.zeros((), _checks.real_dtype(dtype))
+    one = zero + 1
+    averaged = xs if pairs is None else pairs
+    scalar = jax.ShapeDtypeStruct((), dtype)
+    averages = _state.init([scalar] * len(averaged), compensated=True)
+    independent = _state.init([] if bias else [scalar], compensated=True)
+    nothing = _weight(one, zero, zero)
+
+    def step(carry: Any, inputs: Any) -> tuple[Any, list[jax.Array]]:
+        weight, averages, independent, means = carry
+        xs, seen, (passed, alpha) = inputs
+        if adjust:
+            new = one
+            now = _state.merge(weight, passed._replace(weight=seen.astype(one.dtype)))
+            old = (now.weight - 1) + now.residual.of_weight
+            weight = now
+        else:
+            now = _state.merge(weight, passed)
+            old = now.weight
+            new = (1 - old) - now.residual.of_weight if alpha is None else alpha
+            weight = _choose(seen, _weight(one, zero, one), now)
+        if ignore_na:
+            weight = _choose(seen, weight, carry[0])
+        old, new = jnp.where(seen, old, 0), jnp.where(seen, new, 1)
+        rate = _decay.Rate(old / (old + new), new / (old + new))
+        if pairs is None:
+            values = xs
+        else:
+            shifts = [(x - m) - r for x, (m, r) in zip(xs, means, strict=True)]
+            values = [(rate.decay * shifts[i]) * shifts[j] for i, j in pairs]
+            moved = [
+                _moved(m, r + rate.alpha * shift)
+                for (m, r), shift in zip(means, shifts, strict=True)
+            ]
+            means = _choose(seen, moved, means)
+        averages = _state.advance(averages, values, rate, seen)
+        if not bias:
+            squared = _decay.Rate(rate.decay**2, rate.alpha * (1 + rate.decay))
+            value = 2 * rate.decay / (1 + rate.decay)
+            independent = _state.advance(independent, [value], squared, seen)
+        out = [*_state.corrected(averages), *_state.corrected(independent)]
+        return (weight, averages, independent, means), out
+
+    def series(xs: Any, seen: Any) -> list[jax.Array]:
+        means = [] if pairs is None else [(zero, zero) for _ in xs]
+        carry = nothing, averages, independent, means
+        return lax.scan(step, carry, (xs, seen, clock))[1]
+
+    for _ in range(seen.ndim - 1):
+        series = jax.vmap(series, in_axes=1, out_axes=1)
+    return series(xs, seen)
+
+
+def _moved(mean: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean moved, and what rounding left behind."""
+    moved = mean + by
+    return moved, by - (moved - mean)
+
+
+def _choose(condition: jax.Array, chosen: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, other)
