@@ -27,15 +27,37 @@ def where(mask: Any, x: jax.Array, y: Any) -> jax.Array:
     return jnp.where(mask, x, jnp.asarray(y, x.dtype))
 
 
-def unless_faded(rate: _decay.Rate, mask: Any, weight: jax.Array) -> _decay.Rate:
-    """The rate, or that of no change in a gap so long that the weight has faded.
+def faded(gap: Any, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where a ``gap`` takes a weight to nothing, and the share of it to keep instead.
 
-    Below 2⁻³⁰ of what the next value will weigh, the past changes no digit any more;
-    held there, the average stays defined in gaps in which its weight would underflow.
+    A gap fades the past to a weight of 2⁻⁶³ (2⁻⁵¹¹ in float64), of which no digit is
+    left in what comes next, and no further: the average would become 0 / 0.
     """
-    decay, alpha = (jnp.asarray(part, weight.dtype) for part in rate[:2])
-    faded = ~mask & (weight < alpha * 2.0**-30)
-    return _decay.Rate(where(~faded, decay, 1), where(~faded, alpha, 0))
+    least = _least(old.dtype)
+    large = old > least
+    # A power of two: average and weight keep all their digits.
+    share = _leading(least / jnp.where(large, old, least))
+    return gap & (new < least), lax.stop_gradient(share)
+
+
+def kept(when: Any, share: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    """``old``, or the ``share`` of it, where ``when``; else ``new``."""
+    return jnp.where(when, old if share is None else scaled(share, old), new)
+
+
+def is_gap(weight: jax.Array, decay_power: jax.Array) -> jax.Array:
+    """Whether a stretch of steps observes nothing, and resets nothing."""
+    return (weight == 0) & (decay_power > 0)
+
+
+def above_zero(gap: Any, decay_power: jax.Array) -> jax.Array:
+    """The decay power, which does not become 0 in a ``gap``: only a reset does that."""
+    low = gap & (decay_power < _least(decay_power.dtype))
+    return where(~low, decay_power, _least(decay_power.dtype))
+
+
+def _least(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).tiny) ** 0.5
 
 
 def power(rate: _decay.Rate, n: Any) -> _decay.Rate:
@@ -82,21 +104,28 @@ class Span(NamedTuple):
     alphas: Sequence[jax.Array]  # 1 − Π β
 
 
-def compose(owners: Sequence[int], earlier: Span, later: Span) -> Span:
-    """The span of two consecutive ones; associative."""
-
-    def onto(owner: int, value: jax.Array, start: jax.Array) -> jax.Array:
-        return added(later.decays[owner], later.alphas[owner], value, start)
-
-    alphas = [
-        a + b * (1 - a) for a, b in zip(earlier.alphas, later.alphas, strict=True)
-    ]
-    products = [p * q for p, q in zip(earlier.decays, later.decays, strict=True)]
-    own = range(len(products))
+def compose(owners: Sequence[int], gaps: bool, earlier: Span, later: Span) -> Span:
+    """The span of two consecutive ones, which may have ``gaps``; associative."""
+    decays, alphas, kept = [], [], []
+    for w, p, a, v, q, b in zip(*earlier[1:], *later[1:], strict=True):
+        alpha = a + b * (1 - a)
+        decay = jnp.where(alpha < 0.5, 1 - alpha, p * q)
+        if gaps:
+            gap = is_gap(v, q)
+            decay = above_zero(gap & is_gap(w, p), decay)
+            low, share = faded(gap, w, q * w)
+            q, b = jnp.where(low, share, q), jnp.where(low, 1 - share, b)
+        decays.append(decay)
+        alphas.append(alpha)
+        kept.append((q, b))
+    own = zip(kept, later.weights, earlier.weights, strict=True)
     return Span(
-        [onto(*each) for each in zip(owners, later.ms, earlier.ms, strict=True)],
-        [onto(*each) for each in zip(own, later.weights, earlier.weights, strict=True)],
-        [jnp.where(a < 0.5, 1 - a, p) for a, p in zip(alphas, products, strict=True)],
+        [
+            added(*kept[owner], m, start)
+            for owner, m, start in zip(owners, later.ms, earlier.ms, strict=True)
+        ],
+        [added(*pair, weight, start) for pair, weight, start in own],
+        decays,
         alphas,
     )
 
@@ -111,21 +140,23 @@ def added(decay: Any, alpha: Any, value: jax.Array, start: jax.Array) -> jax.Arr
 def scaled(share: jax.Array, x: jax.Array) -> jax.Array:
     """Share · x, where ``share`` lacks trailing axes of ``x``; 0 · inf is 0."""
     share = share.reshape(share.shape + (1,) * (x.ndim - share.ndim))
-    return _product(cast(share, x.dtype), x)
+    return _product(cast(share, _checks.real_dtype(x.dtype)), x)
 
 
 @jax.custom_jvp
 def _product(share: jax.Array, x: jax.Array) -> jax.Array:
     """Share · x, and 0 where ``share`` is 0, whatever ``x``."""
+    if x.dtype.kind == "c":
+        return _by_parts(_product, share, x)
     return jnp.where(share == 0, jnp.zeros_like(x), share * x)
 
 
 @_product.defjvp
 def _product_jvp(primals: Any, tangents: Any) -> Any:
     share, x = primals
-    d_share, d_x = tangents
+    d_share, d_x = (cast(tangent, x.dtype) for tangent in tangents)
     finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
-    return _product(share, x), d_share * finite + share * d_x
+    return _product(share, x), d_share * finite + cast(share, x.dtype) * d_x
 
 
 class BlockTables(NamedTuple):
@@ -164,9 +195,9 @@ def block_sums(tables: BlockTables, x: jax.Array) -> jax.Array:
 
 
 def block_states(tables: BlockTables, x: jax.Array, start: jax.Array) -> jax.Array:
-    """The raw averages of blocks that begin with ``start``, from those begun empty."""
+    """The raw averages of blocks that begin with ``start`` (blocks, 1, D)."""
     decay, alpha = tables.decay[None, :, None], tables.alpha[None, :, None]
-    return added(decay, alpha, x, start.reshape(start.shape[0], 1, -1))
+    return added(decay, alpha, x, start)
 
 
 @jax.custom_jvp
@@ -254,36 +285,55 @@ def _leaf_step(
     """
     if m.dtype.kind == "c":
         return _by_parts(partial(_leaf_step, split), m, r, x, noise)
-    decay, alpha, coarse, carry, rest, low = split
-    if isinstance(decay, float):
-        if decay == 0:
-            return x, None if r is None else jnp.zeros_like(r)
-        if decay == 1:
-            return m, r
-        y = alpha * (x - m) if carry else alpha * x - rest * m
-        if r is not None:
-            y = y + _left(decay * r, low, m)
-        kept = m if carry else coarse * m
-        moving = carry
-    else:
-        # What a zero multiplies is dropped on the bits: 0 · inf is NaN, and a select
-        # would break a loop over time into one kernel for each operation.
-        m = _drop(m, decay != 0)
-        y = _drop(alpha * (x - carry * m), alpha != 0)
-        if r is None:
-            y = y - rest * m
-        else:
-            y = y + (_left(decay * _drop(r, decay != 0), low, m) - rest * m)
-        kept = coarse * m
-        moving = jnp.where(alpha == 0, 0, carry)
+    if not isinstance(split.decay, float):
+        return _traced_step(split, m, r, x, noise)
+    if split.decay == 0:
+        return x, None if r is None else jnp.zeros_like(r)
+    if split.decay == 1:
+        return m, r
+    return _static_step(bool(split.carry), split, m, r, x, noise)
+
+
+# Compiled by itself so that leaves of one shape are traced once.
+@partial(jax.jit, static_argnums=0)
+def _static_step(
+    near_one: bool, split: _decay.Split, m: jax.Array, r: Any, x: jax.Array, noise: Any
+) -> tuple[jax.Array, Any]:
+    """``_leaf_step`` for a decay in (0, 1) that is known to round to 1, or not to."""
+    y = split.alpha * (x - m) if near_one else split.alpha * x - split.rest * m
+    kept = m if near_one else split.coarse * m
     if r is not None:
+        y = y + _left(split.decay * r, split.low, m)
         new = kept + y
         return new, y - (new - kept)
-    if isinstance(moving, float) and not moving:
-        return kept + y, None
+    return kept + (_dithered(y, kept, noise) if near_one else y), None
+
+
+@jax.jit
+def _traced_step(
+    split: _decay.Split, m: jax.Array, r: Any, x: jax.Array, noise: Any
+) -> tuple[jax.Array, Any]:
+    """``_leaf_step`` for a decay that is not known."""
+    decay, alpha, coarse, carry, rest, low = split
+    # What a zero multiplies is dropped on the bits: 0 · inf is NaN, and a select would
+    # break a loop over time into one kernel for each operation.
+    m = _drop(m, decay != 0)
+    y = _drop(alpha * (x - carry * m), alpha != 0)
+    kept = coarse * m
+    if r is not None:
+        y = y + (_left(decay * _drop(r, decay != 0), low, m) - rest * m)
+        new = kept + y
+        return new, y - (new - kept)
+    y = y - rest * m
+    moving = jnp.where(alpha == 0, 0, carry)
+    return kept + _dithered(y, kept, moving * cast(noise, m.dtype)), None
+
+
+def _dithered(y: jax.Array, kept: jax.Array, noise: Any) -> jax.Array:
+    """``y`` with noise below the last digit of kept + y; exactly 0 stays."""
     # Of the sum, not of m: just below a power of two the grid it lands on is coarser.
-    noise = (moving * cast(noise, m.dtype)) * _spacing(kept + y)
-    return kept + (y + jnp.where(y == 0, 0, noise)), None
+    noise = noise * cast(2.0 ** -_BITS[y.dtype.itemsize][2], y.dtype)
+    return y + jnp.where(y == 0, 0, cast(noise, y.dtype) * _leading(kept + y))
 
 
 def _left(r: jax.Array, low: Any, m: jax.Array) -> jax.Array:
@@ -332,11 +382,11 @@ def _drop(x: jax.Array, keep: Any) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, uint) & mask, x.dtype)
 
 
-def _spacing(x: jax.Array) -> jax.Array:
-    """The distance between floating-point numbers of the size of ``x``."""
-    uint, exponent, digits = _BITS[x.dtype.itemsize]
+def _leading(x: jax.Array) -> jax.Array:
+    """The power of two at or below |x|."""
+    uint, exponent, _ = _BITS[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, uint) & uint(exponent)
-    return lax.bitcast_convert_type(bits, x.dtype) * 2.0**-digits
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def _high(x: jax.Array) -> jax.Array:

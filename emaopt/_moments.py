@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from emaopt import _checks, _decay, _scan, _state
+from emaopt import _arithmetic, _checks, _decay, _scan, _state
 
 
 class Clock(NamedTuple):
     """What the steps do to the weights; leading axis T."""
 
-    passed: _state.EmaState  # what a weight fades by, as states to merge
-    alpha: jax.Array | None  # 1 − β of a decay
+    decay: jax.Array
+    rest: jax.Array  # what one float of the decay leaves over
+    alpha: jax.Array | None  # 1 − β of a decay; None for times
 
 
 # Compiled here, lest each call outside of jit compiles its loop anew.
@@ -48,7 +49,6 @@ def clock(decay: Any, times: Any, halflife: Any, steps: int, dtype: Any) -> Cloc
     """The decays of all steps, each as two floats."""
     if times is None:
         rate = _decay.resolve(decay, None)
-        # What one float of the decay leaves over is carried along.
         if rate.static:
             decay, alpha = dtype.type(rate.decay), dtype.type(rate.alpha)
             rest = dtype.type(rate.decay - float(decay))
@@ -65,17 +65,8 @@ def clock(decay: Any, times: Any, halflife: Any, steps: int, dtype: Any) -> Cloc
         decay = jnp.where(short, near, jnp.exp2(-halflives))
         rest = lax.stop_gradient(jnp.where(short, (1 - near) - gone, 0))
         alpha = None
-    decay, rest, alpha = jax.tree.map(
-        lambda each: jnp.broadcast_to(each, (steps,)), (decay, rest, alpha)
-    )
-    return Clock(_weight(decay, rest, jnp.zeros_like(decay)), alpha)
-
-
-def _weight(decay_power: jax.Array, rest: Any, weight: jax.Array) -> _state.EmaState:
-    """A state of no values: a weight, and how far it has faded."""
-    residual = _state.Residual(None, rest, jnp.zeros_like(weight))
-    count = jnp.zeros(jnp.shape(weight), jnp.int32)
-    return _state.EmaState((), decay_power, weight, count, residual)
+    parts = Clock(decay, rest, alpha)
+    return jax.tree.map(lambda part: jnp.broadcast_to(part, (steps,)), parts)
 
 
 def _elapsed(times: Any, halflife: Any, steps: int, dtype: Any) -> jax.Array:
@@ -119,21 +110,21 @@ def relative(
     scalar = jax.ShapeDtypeStruct((), dtype)
     averages = _state.init([scalar] * len(averaged), compensated=True)
     independent = _state.init([] if bias else [scalar], compensated=True)
-    nothing = _weight(one, zero, zero)
 
     def step(carry: Any, inputs: Any) -> tuple[Any, list[jax.Array]]:
         weight, averages, independent, means = carry
-        xs, seen, (passed, alpha) = inputs
+        xs, seen, clock = inputs
+        added = seen.astype(one.dtype) if adjust else zero
+        now, left = _arithmetic.scaled_sum(
+            clock.decay, clock.rest, *weight, added, None
+        )
         if adjust:
-            new = one
-            now = _state.merge(weight, passed._replace(weight=seen.astype(one.dtype)))
-            old = (now.weight - 1) + now.residual.of_weight
-            weight = now
+            old, new = (now - 1) + left, one
+            weight = now, left
         else:
-            now = _state.merge(weight, passed)
-            old = now.weight
-            new = (1 - old) - now.residual.of_weight if alpha is None else alpha
-            weight = _choose(seen, _weight(one, zero, one), now)
+            old, new = now, clock.alpha
+            new = (1 - old) - left if new is None else new
+            weight = _choose(seen, (one, zero), (now, left))
         if ignore_na:
             weight = _choose(seen, weight, carry[0])
         old, new = jnp.where(seen, old, 0), jnp.where(seen, new, 1)
@@ -158,7 +149,7 @@ def relative(
 
     def series(xs: Any, seen: Any) -> list[jax.Array]:
         means = [] if pairs is None else [(zero, zero) for _ in xs]
-        carry = nothing, averages, independent, means
+        carry = (zero, zero), averages, independent, means
         return lax.scan(step, carry, (xs, seen, clock))[1]
 
     for _ in range(seen.ndim - 1):

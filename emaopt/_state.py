@@ -4,6 +4,7 @@ m_t = β_t · m_{t-1} + (1 − β_t) · x_t, and the same recurrence for the wei
 x = 1) and the decay power (of x = 0, from 1), each with what rounding left behind.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ PyTree = Any
 class Residual(NamedTuple):
     """What rounding left behind of the fields of an ``EmaState``."""
 
-    m: PyTree  # like m where the state is compensated, else None
-    decay_power: PyTree  # like decay_power
-    weight: PyTree  # like weight
+    of_m: PyTree  # like m where the state is compensated, else None
+    of_decay_power: PyTree  # like decay_power
+    of_weight: PyTree  # like weight
 
 
 class EmaState(NamedTuple):
@@ -143,9 +144,9 @@ def init(
         weight=like(weight, 1) if warm_start else weight,
         count=jnp.zeros((), jnp.int32),
         residual=Residual(
-            m=like(m, 0) if compensated else None,
-            decay_power=like(weight, 0),
-            weight=like(weight, 0),
+            of_m=like(m, 0) if compensated else None,
+            of_decay_power=like(weight, 0),
+            of_weight=like(weight, 0),
         ),
     )
 
@@ -247,13 +248,9 @@ def step(
     counted: Any = True,
 ) -> EmaState:
     """One step, with a rate and a mask for each weight of the state."""
-    ms, weights, powers, treedef, weightdef = parts(state)
-    compensated = state.residual.m is not None
-    residuals = [
-        *(treedef.flatten_up_to(state.residual.m) if compensated else [None] * len(ms)),
-        *weightdef.flatten_up_to(state.residual.weight),
-        *weightdef.flatten_up_to(state.residual.decay_power),
-    ]
+    ms, weights, powers, _, _ = parts(state)
+    compensated = state.residual.of_m is not None
+    residuals = left_behind(state)
     old = [*ms, *weights, *powers]
     n = len(weights)
     owners = [*owners_of(state), *range(n), *range(n, 2 * n)]
@@ -264,11 +261,6 @@ def step(
     if masks is not None:
         xs = [where(masks[o], x, 0) for x, o in zip(xs, owners, strict=False)]
         ones = [where(mask, one, 0) for mask, one in zip(masks, ones, strict=True)]
-        if not hold:
-            rates[:n] = [
-                _arithmetic.unless_faded(*each)
-                for each in zip(rates, masks, weights, strict=False)
-            ]
     new, new_residuals = _arithmetic.recur(
         rates,
         owners,
@@ -277,13 +269,19 @@ def step(
         [*xs, *ones, *(jnp.zeros_like(p) for p in powers)],
         None if compensated else _arithmetic.dither(state.count),
     )
-    if masks is not None and hold:
-        owned = [masks[o % n] for o in owners]
-        new = [where(o, a, b) for o, a, b in zip(owned, new, old, strict=True)]
-        new_residuals = [
-            None if b is None else where(o, a, b)
-            for o, a, b in zip(owned, new_residuals, residuals, strict=True)
+    if masks is not None:
+        gaps = [jnp.logical_not(mask) for mask in (*masks, *masks)]
+        kept = [
+            (gap, None) if hold else _arithmetic.faded(gap, a, b)
+            for gap, a, b in zip(gaps, old[len(ms) :], new[len(ms) :], strict=True)
         ]
+        new, new_residuals = (
+            [
+                None if b is None else _arithmetic.kept(*kept[o], a, b)
+                for o, a, b in zip(owners, *both, strict=True)
+            ]
+            for both in ((old, new), (residuals, new_residuals))
+        )
     count = jnp.asarray(optax.safe_increment(state.count))
     return rebuilt(
         state,
@@ -321,6 +319,17 @@ def parts(state: EmaState) -> tuple[list, list, list, Any, Any]:
     return ms, weights, powers, treedef, weightdef
 
 
+def left_behind(state: EmaState) -> list[Any]:
+    """The residuals of ``parts``, in the same order; None for those that are none."""
+    ms, _, _, treedef, weightdef = parts(state)
+    of_m, of_power, of_weight = state.residual
+    return [
+        *([None] * len(ms) if of_m is None else treedef.flatten_up_to(of_m)),
+        *weightdef.flatten_up_to(of_weight),
+        *weightdef.flatten_up_to(of_power),
+    ]
+
+
 def rebuilt(
     state: EmaState, new: Sequence[Any], residuals: Sequence[Any], count: Any
 ) -> EmaState:
@@ -333,9 +342,11 @@ def rebuilt(
         weight=weightdef.unflatten(new[k:s]),
         count=count,
         residual=Residual(
-            m=None if state.residual.m is None else treedef.unflatten(residuals[:k]),
-            decay_power=weightdef.unflatten(residuals[s:]),
-            weight=weightdef.unflatten(residuals[k:s]),
+            of_m=None
+            if state.residual.of_m is None
+            else treedef.unflatten(residuals[:k]),
+            of_decay_power=weightdef.unflatten(residuals[s:]),
+            of_weight=weightdef.unflatten(residuals[k:s]),
         ),
     )
 
@@ -349,17 +360,17 @@ def emptied(state: EmaState) -> EmaState:
 
 def compensated(state: EmaState) -> EmaState:
     """The state with a residual of m."""
-    if state.residual.m is not None:
+    if state.residual.of_m is not None:
         return state
     zeros = jax.tree.map(jnp.zeros_like, state.m)
-    return state._replace(residual=state.residual._replace(m=zeros))
+    return state._replace(residual=state.residual._replace(of_m=zeros))
 
 
 def like(state: EmaState, other: EmaState) -> EmaState:
     """The state without its residual of m, where ``other`` has none."""
-    if other.residual.m is not None:
+    if other.residual.of_m is not None:
         return state
-    return state._replace(residual=state.residual._replace(m=None))
+    return state._replace(residual=state.residual._replace(of_m=None))
 
 
 def corrected(state: EmaState, like: PyTree = None) -> PyTree:
@@ -397,10 +408,10 @@ def corrected(state: EmaState, like: PyTree = None) -> PyTree:
     if like is not None:
         likes = _checks.matched("like", state.m, like, rule="read")
     weights, weightdef = jax.tree.flatten(state.weight)
-    weight_residuals = weightdef.flatten_up_to(state.residual.weight)
+    weight_residuals = weightdef.flatten_up_to(state.residual.of_weight)
     residuals = [None] * len(ms)
-    if state.residual.m is not None:
-        residuals = treedef.flatten_up_to(state.residual.m)
+    if state.residual.of_m is not None:
+        residuals = treedef.flatten_up_to(state.residual.of_m)
     out = [
         _arithmetic.quotient(m, r, weights[o], weight_residuals[o], leaf)
         for m, r, o, leaf in zip(ms, residuals, owners_of(state), likes, strict=True)
@@ -439,25 +450,27 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     _checks.matched("later.m", earlier.m, later.m)
     _checks.same_types("later", earlier, later)
     ms, weights, powers, _, _ = parts(earlier)
-    _, _, later_powers, _, weightdef = parts(later)
-    power_residuals = weightdef.flatten_up_to(later.residual.decay_power)
-    compensated = earlier.residual.m is not None
-
-    def pairs(state: EmaState) -> list[tuple[Any, Any]]:
-        r = state.residual
-        rest = jax.tree.leaves(r.m) if compensated else [None] * len(ms)
-        values = jax.tree.leaves((state.m, state.weight, state.decay_power))
-        rest = [*rest, *jax.tree.leaves((r.weight, r.decay_power))]
-        return list(zip(values, rest, strict=True))
-
-    n = len(weights)
-    added = pairs(later)
-    added[-n:] = [(jnp.zeros_like(p), jnp.zeros_like(p)) for p in powers]
-    owners = [*owners_of(earlier), *range(n), *range(n)]
+    later_ms, later_weights, later_powers, _, _ = parts(later)
+    k, n = len(ms), len(weights)
+    old = zip([*ms, *weights, *powers], left_behind(earlier), strict=True)
+    left = left_behind(later)
+    new = [*zip([*later_ms, *later_weights], left[: k + n], strict=True)]
+    new += [(jnp.zeros_like(p), jnp.zeros_like(p)) for p in powers]
+    whole = [*zip(later_powers, left[k + n :], strict=True)]
+    gaps = [*map(_arithmetic.is_gap, later_weights, later_powers)]
+    kept = []
+    for gap, weight, (power, rest) in zip(gaps, weights, whole, strict=True):
+        low, share = _arithmetic.faded(gap, weight, power * weight)
+        kept.append((where(~low, power, share), where(~low, rest, 0)))
+    owners = [*owners_of(earlier), *range(n), *range(n, 2 * n)]
     out = [
-        _arithmetic.scaled_sum(later_powers[o], power_residuals[o], *a, *b)
-        for o, a, b in zip(owners, pairs(earlier), added, strict=True)
+        _arithmetic.scaled_sum(*[*kept, *whole][o], *a, *b)
+        for o, a, b in zip(owners, old, new, strict=True)
     ]
+    for o, gap in enumerate(gaps):
+        gap = gap & _arithmetic.is_gap(weights[o], powers[o])
+        power, rest = out[k + n + o]
+        out[k + n + o] = _arithmetic.above_zero(gap, power), rest
     count = total(earlier.count, later.count)
     return rebuilt(earlier, [m for m, _ in out], [r for _, r in out], count)
 
@@ -473,16 +486,19 @@ def filled(averages: PyTree, tree: PyTree) -> PyTree:
 
 
 def blocks(
-    state: EmaState, values: Sequence[jax.Array], rates: Sequence[_decay.Rate]
+    state: EmaState,
+    values: Sequence[jax.Array],
+    rates: Sequence[_decay.Rate],
+    count: int,
+    size: int,
 ) -> tuple[EmaState, list[jax.Array]]:
-    """Averages whole blocks of steps at constant rates.
+    """Averages ``count`` blocks of ``size`` steps at constant rates.
 
-    The values are (blocks, steps, D), a leaf of ``m`` flattened to D; the corrected
+    The values are (count, size, D), a leaf of ``m`` flattened to D; the corrected
     averages come back in that shape.
     """
     ms, weights, *_ = parts(state)
     owners = owners_of(state)
-    count, size, _ = values[0].shape
     kinds = [(owner, m.dtype) for owner, m in zip(owners, ms, strict=True)]
     kinds += [(owner, w.dtype) for owner, w in enumerate(weights)]
     tables = {
@@ -499,7 +515,6 @@ def blocks(
         _decay.Rate(table.decay[-1], table.alpha[-1])
         for table in (tables[o, w.dtype] for o, w in enumerate(weights))
     ]
-
     whole = prepared(state, whole)
 
     def body(carry: EmaState, ends: Any) -> Any:
@@ -510,7 +525,10 @@ def blocks(
         (x[:, -1] / tables[owner, x.dtype].alpha[-1]).reshape(count, *m.shape)
         for owner, x, m in zip(owners, sums, ms, strict=True)
     ]
-    final, (starts, start_weights) = lax.scan(body, state, ends)
+    final, both = lax.scan(body, state, ends, length=count)
+    starts, start_weights = jax.tree.map(
+        lambda start: start.reshape(count, 1, math.prod(start.shape[1:])), both
+    )
     within = []
     for owner, (w, start) in enumerate(zip(weights, start_weights, strict=True)):
         table = tables[owner, w.dtype]
@@ -523,13 +541,6 @@ def blocks(
         for owner, x, start in zip(owners, sums, starts, strict=True)
     ]
     return final._replace(count=total(state.count, np.int32(count * size))), averages
-
-
-def counts(state: EmaState, counted: jax.Array, *, reverse: bool) -> jax.Array:
-    """The count before each of the steps (T,), of which some are ``counted``."""
-    one = counted.astype(jnp.int32)
-    before = lax.cumsum(one, reverse=reverse) - one
-    return total(state.count, before)
 
 
 def total(count: jax.Array, more: Any) -> jax.Array:

@@ -359,7 +359,7 @@ def _of_full_weight(state: _state.EmaState) -> _state.EmaState:
     """``state`` with weight 1 where anything was observed: m is read as it is."""
     ones = jax.tree.map(lambda w: (w != 0).astype(w.dtype), state.weight)
     zeros = jax.tree.map(jnp.zeros_like, ones)
-    return state._replace(weight=ones, residual=state.residual._replace(weight=zeros))
+    return state._replace(weight=ones, residual=state.residual._replace(of_weight=zeros))
 
 
 def _split(model: Any, chosen: Any, graph: bool | None) -> tuple[Any, nnx.State, Any]:
@@ -405,8 +405,8 @@ def _in_variables(state: _state.EmaState, variables: PyTree) -> _state.EmaState:
         return jax.tree.map(beside, variables, tree, is_leaf=_is_variable)
 
     alone = jax.tree.map(
-        EmaVariable, state._replace(m=None, residual=state.residual._replace(m=None))
+        EmaVariable, state._replace(m=None, residual=state.residual._replace(of_m=None))
     )
-    m = state.residual.m
-    residual = alone.residual._replace(m=None if m is None else like_model(m))
+    m = state.residual.of_m
+    residual = alone.residual._replace(of_m=None if m is None else like_model(m))
     return alone._replace(m=like_model(state.m), residual=residual)

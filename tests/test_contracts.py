@@ -344,7 +344,7 @@ def test_map_params_finds_what_is_shaped_like_the_parameters(form, decay):
     )
     state = emaopt.find_state(mapped)
     assert state.m == names
-    assert state.residual.m == (names if form == "compensated" else None)
+    assert state.residual.of_m == (names if form == "compensated" else None)
     assert jax.tree.leaves((state.weight, state.decay_power, state.count)) == []
 
 

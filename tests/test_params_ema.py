@@ -239,7 +239,7 @@ def test_sharding_is_that_of_the_parameters(axes, options):
         average = emaopt.params_ema(0.9, **options)
 
         def check(state, leaf=None):
-            for m in jax.tree.leaves((state.ema.m, state.ema.residual.m, leaf)):
+            for m in jax.tree.leaves((state.ema.m, state.ema.residual.of_m, leaf)):
                 assert m.sharding.is_equivalent_to(sharding, 2), m.sharding
 
         check(average.init(params))
