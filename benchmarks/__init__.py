@@ -1,0 +1,1 @@
+"""Benchmarks of emaopt beside what a user would pick instead."""
