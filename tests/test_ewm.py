@@ -329,6 +329,19 @@ def test_linear_constant_and_between(rng, adjust, decay):
     assert (y <= high + slack)[there].all()
 
 
+@ADJUST
+@pytest.mark.parametrize("gap", [40, 60, 400])
+def test_the_past_fades_in_long_gaps(adjust, gap):
+    """By its weight, to nothing, and never to NaN."""
+    x = np.full(402, np.nan, np.float32)
+    x[400 - gap], x[401] = 1e20, 0
+    left = 0.3 ** (gap + 1)
+    share = left / (left + (1 if adjust else 0.7))
+    found = np.asarray(emaopt.ewm_mean(x, 0.3, adjust=adjust))
+    assert found[401] == pytest.approx(1e20 * share, rel=1e-6, abs=1e-20)
+    assert (found[400 - gap : 401] == np.float32(1e20)).all()
+
+
 def test_a_constant_has_no_variance():
     assert not np.asarray(emaopt.ewm_var(np.full(9, 1e6 + 0.3), 0.9)[1:]).any()
 
