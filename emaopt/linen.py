@@ -205,7 +205,8 @@ class TrainState(train_state.TrainState):
         Returns:
           A dict of the averaged ``params`` and of all collections: those that are
           averaged as their average, the others as the latest; in the dtypes of the
-          model. Before the first step everything is as in ``variables``.
+          model. Before the first step everything is as in ``variables``. What is not
+          averaged is no copy: use it before the state is donated to the next step.
 
         Raises:
           LookupError: no average of the parameters in ``tx``, or several and no

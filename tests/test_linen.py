@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import types
 from functools import cache, partial
 from typing import Any
 
@@ -19,10 +18,8 @@ from flax_models import (
     LinenBlock,
     LinenCNN,
     assert_average,
-    assert_averaging_helps,
     assert_same,
     batches,
-    example,
     mean_loss,
     nbytes,
 )
@@ -187,6 +184,7 @@ def test_fp8_scales_beside_the_parameters_are_kept():
     assert found[scales]["s"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_a_bfloat16_block_is_averaged_in_float32(rng):
     model = LinenBlock()
@@ -345,69 +343,6 @@ def test_which_of_two_averages(data):
         state.eval_variables()
 
 
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.BatchNorm(use_running_average=not train, name="first")(x)
-        x = nn.SpectralNorm(nn.Dense(2), name="dense")(x, update_stats=train)
-        return nn.BatchNorm(use_running_average=not train, name="second")(x)
-
-
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.standard_promotion
-def test_recomputed_statistics_are_means_over_batches(rng, train):
-    inputs = rng.normal(3, 2, size=(5, 7, 3)).astype(np.float32)
-    model = Normed()
-    variables = model.init(jax.random.key(0), inputs[0], train=False)
-    stats = variables["batch_stats"]
-    stats = {**stats, "first": {"mean": jnp.full(3, jnp.nan), "var": jnp.ones(3)}}
-    variables = {**variables, "batch_stats": stats}
-    apply = partial(model.apply, train=train, mutable=["batch_stats"])
-    found = emaopt.linen.update_batch_stats(apply, variables, iter(inputs))
-    exact = inputs.astype(np.float64)
-    first = found["batch_stats"]["first"]
-    # Flax has the variance as E x² − (E x)², in float32, here of numbers up to 13².
-    np.testing.assert_allclose(first["mean"], exact.mean(axis=(0, 1)), rtol=2e-6)
-    np.testing.assert_allclose(first["var"], exact.var(axis=1).mean(axis=0), rtol=2e-5)
-    # Other state in the collection is kept, and with it what the norm behind sees.
-    assert_same(found["batch_stats"]["dense"], stats["dense"])
-    second = found["batch_stats"]["second"]
-    assert not np.array_equal(second["mean"], stats["second"]["mean"])
-    assert_same(found["params"], variables["params"])
-
-
-def test_recomputing_needs_batches_and_batch_norms(data):
-    state = start()
-    apply = partial(state.apply_fn, train=False, mutable=["batch_stats"])
-    with pytest.raises(ValueError, match="at least one batch, got none"):
-        emaopt.linen.update_batch_stats(apply, state.variables, [])
-    apply = jax.jit(apply)
-    apply(state.variables, data[0][0])
-    with pytest.raises(ValueError, match=r"found no flax\.linen\.BatchNorm that apply"):
-        emaopt.linen.update_batch_stats(apply, state.variables, data[0])
-    with pytest.raises(TypeError, match="progress must be True or False, got 1"):
-        emaopt.linen.update_batch_stats(apply, state.variables, data[0], progress=1)
-
-
-def test_a_progress_bar_where_tqdm_is_there(data, monkeypatch):
-    seen = []
-
-    def bar(batches, **options):
-        seen.append(options)
-        return batches
-
-    state = start()
-    apply = partial(state.apply_fn, train=False, mutable=["batch_stats"])
-    run = partial(emaopt.linen.update_batch_stats, apply, state.variables, data[0])
-    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=bar))
-    expected = run()
-    assert [options["desc"] for options in seen] == ["batch statistics"]
-    assert_same(run(progress=False), expected)
-    assert len(seen) == 1
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert_same(run(), expected)
-
-
 WITHOUT_FLAX = """
 import sys
 import emaopt
@@ -429,22 +364,3 @@ def test_flax_is_imported_by_the_adapters_alone():
     for name, line in zip(("linen", "nnx"), result.stdout.splitlines(), strict=True):
         expected = f'emaopt.{name} needs Flax, which is an extra: pip install "emaopt'
         assert line.startswith(expected + '[flax]"')
-
-
-@pytest.mark.slow
-def test_the_example_averages_better_than_it_trains(capsys):
-    module = example("linen_batchnorm")
-    assert_averaging_helps(module.train(epochs=8, seed=0, decay=0.98))
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["epoch", *module.COLUMNS]
-    assert [row.split()[0] for row in rows] == list("12345678")
-
-
-def test_the_example_prints_its_table(capsys):
-    module = example("linen_batchnorm")
-    module.train = lambda epochs, seed, decay: np.full((epochs, 4), decay)
-    module.main(["--epochs", "7", "--decay", "0.5"])
-    assert "mean       50.0%       50.0%" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        module.main(["--epochs", "0"])
-    assert "--epochs: expected at least 1, found 0" in capsys.readouterr().err

@@ -1,6 +1,5 @@
-"""`emaopt.nnx`: the average of a model's Variables, evaluation, modes, errors."""
+"""`emaopt.nnx`: the average of a model's Variables, evaluation models, errors."""
 
-import inspect
 from functools import partial
 
 import jax
@@ -11,58 +10,24 @@ import oracles
 import pytest
 from flax import nnx
 from flax_models import (
+    NNX_DECAY,
     NnxBlock,
     NnxCNN,
+    Values,
     assert_average,
-    assert_averaging_helps,
     assert_same,
     batches,
-    example,
-    mean_loss,
+    history_of,
     nbytes,
+    nnx_start,
+    nnx_step,
+    pure,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import emaopt
 import emaopt.nnx
 
-DECAY = 0.8
-MODES = "graph" in inspect.signature(nnx.split).parameters  # flax >= 0.12
-
-
-class Values(nnx.Module):
-    """Variables, and nothing else."""
-
-    def __init__(self, **variables):
-        for name, variable in variables.items():
-            setattr(self, name, variable)
-
-
-def pure(tree):
-    """The arrays of ``tree``, in the order of its leaves."""
-    return jax.tree.leaves(tree)
-
-
-def step(model, optimizer, ema, images, labels):
-    grads = nnx.grad(lambda model: mean_loss(model(images), labels))(model)
-    optimizer.update(model, grads)
-    ema.update(model)
-
-
-def start(**kwargs):
-    model = NnxCNN(nnx.Rngs(0))
-    tx = optax.chain(optax.sgd(0.1), emaopt.params_ema(DECAY))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    return model, optimizer, emaopt.nnx.EMA(model, DECAY, **kwargs)
-
-
-def history_of(models, *filters):
-    """The leaves of the models' Variables, stacked."""
-    states = [pure(nnx.state(model, *filters)) for model in models]
-    return [np.stack(leaves) for leaves in zip(*states, strict=True)]
-
-
-jitted_step = nnx.jit(step)
+jitted_step = nnx.jit(nnx_step)
 
 
 def train(trained, data):
@@ -82,7 +47,7 @@ def data():
 @pytest.fixture(scope="module")
 def trained(data):
     """A model, its optimizer, its average, and the models on the way."""
-    model, optimizer, ema = start()
+    model, optimizer, ema = nnx_start()
     models = train((model, optimizer, ema), data)
     return model, optimizer, ema, models
 
@@ -93,7 +58,7 @@ def test_the_average_of_a_cnn_with_batch_norm_and_dropout(trained, data):
     found = ema.apply_to(model)
     inside = emaopt.nnx.eval_model(optimizer, model)
     for one in (found, inside):
-        assert_average(pure(nnx.state(one, nnx.Param)), history, DECAY)
+        assert_average(pure(nnx.state(one, nnx.Param)), history, NNX_DECAY)
         # What is not averaged is the latest, not that of the start.
         rest = nnx.Not(nnx.Param)
         assert_same(nnx.state(one, rest), nnx.state(model, rest))
@@ -138,17 +103,17 @@ def test_the_average_does_not_alias_the_live_model():
 
 
 def test_statistics_are_averaged_where_the_filter_names_them(data):
-    trained = start(only=(nnx.Param, nnx.BatchStat))
+    trained = nnx_start(only=(nnx.Param, nnx.BatchStat))
     models = train(trained, [part[:3] for part in data])
     model, _, ema = trained
     chosen = nnx.Any(nnx.Param, nnx.BatchStat)
     found = pure(nnx.state(ema.apply_to(model), chosen))
-    assert_average(found, history_of(models, chosen), DECAY)
+    assert_average(found, history_of(models, chosen), NNX_DECAY)
 
 
 def test_evaluation_does_not_disturb_training(trained, data):
     unbroken = trained[:3]
-    fresh = start()
+    fresh = nnx_start()
     train(fresh, [part[:3] for part in data])
     model, optimizer, ema = fresh
     for averaged in (ema.apply_to(model), emaopt.nnx.eval_model(optimizer, model)):
@@ -160,66 +125,23 @@ def test_evaluation_does_not_disturb_training(trained, data):
         assert_same(nnx.state(one), nnx.state(other))
 
 
-def test_inside_nnx_scan_and_through_split_and_merge(data):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def scanned(carry, batch):
-        step(*carry, *batch)
-        return carry, [jnp.copy(leaf) for leaf in pure(nnx.state(carry[0], nnx.Param))]
-
-    (model, optimizer, ema), history = scanned(start(), data)
-    merged = nnx.merge(*nnx.split(ema))
-    assert merged.decay == DECAY
-    for found in (merged.apply_to(model), emaopt.nnx.eval_model(optimizer, model)):
-        assert_average(pure(nnx.state(found, nnx.Param)), history, DECAY)
-
-
-@pytest.mark.skipif(not MODES, reason="tree mode came with flax 0.12")
-def test_tree_mode(rng):
-    values = rng.normal(size=(3, 2, 3)).astype(np.float32)
-    with nnx.set_graph_mode(False):
-        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-        ema = emaopt.nnx.EMA(model, 0.5)
-
-        @nnx.jit(graph=False)
-        def absorb(model, ema, value):
-            model.kernel[...] = value
-            ema.update(model)
-
-        for value in values:
-            absorb(model, ema, value)
-        found = ema.apply_to(model)
-    assert_average(found.kernel[...], values, 0.5)
-    ema = emaopt.nnx.EMA(model, 0.5, graph=False)
-    for value in values:
-        model.kernel[...] = jnp.asarray(value)
-        ema.update(model)
-    assert_average(ema.apply_to(model).kernel[...], values, 0.5)
-
-
-def test_shared_variables_stay_shared():
-    class Tied(nnx.Module):
-        def __init__(self):
-            self.one = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-            self.other = self.one
-
-    model = Tied()
-    ema = emaopt.nnx.EMA(model, 0.5)
-    ema.update(model)
-    found = ema.apply_to(model)
-    assert found.one is found.other
-    assert nbytes(ema.average.m) == 4 * (4 + 2)
-
-
 def test_every_kind_of_decay(rng):
     values = rng.normal(size=(4, 1)).astype(np.float32)
 
     def averaged(decay):
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         ema = emaopt.nnx.EMA(model, decay)
-        absorb = nnx.jit(lambda model, ema: ema.update(model))
+        traces = []
+
+        @nnx.jit
+        def absorb(model, ema):
+            traces.append(model)
+            ema.update(model)
+
         for value in values:
             model.bias[...] = jnp.asarray(value)
             absorb(model, ema)
+        assert len(traces) == 1
         return ema.apply_to(model).bias[...]
 
     for decay in (0.9, np.float32(0.9), jnp.float32(0.9), {"bias": 0.9, "kernel": 0.1}):
@@ -227,22 +149,6 @@ def test_every_kind_of_decay(rng):
     schedule = lambda count: (count + 1) / (count + 10)  # noqa: E731
     assert_average(averaged(schedule), values, (np.arange(4) + 1) / (np.arange(4) + 10))
     np.testing.assert_array_equal(averaged(0.0), values[-1])
-
-
-def test_a_traced_decay_is_state(rng):
-    values = rng.normal(size=(3, 2, 3)).astype(np.float32)
-
-    @nnx.jit
-    def make(model, decay):
-        return emaopt.nnx.EMA(model, decay)
-
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    ema = make(model, jnp.float32(0.9))
-    assert ema.decay == np.float32(0.9)
-    for value in values:
-        model.kernel[...] = jnp.asarray(value)
-        ema.update(model)
-    assert_average(ema.apply_to(model).kernel[...], values, np.float32(0.9))
 
 
 @pytest.mark.slow
@@ -300,35 +206,6 @@ def test_bfloat16_does_not_stall():
     # bfloat16 has a spacing of 2⁻⁹ there.
     error = abs(float(found[...]) - expected)
     assert error <= 2.0**-10 + 2e-5 * expected
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_metadata_and_shardings_are_kept(kind):
-    mesh = jax.make_mesh((4,), ("x",), (kind,), devices=jax.devices()[:4])
-    sharding = NamedSharding(mesh, PartitionSpec("x", None))
-    model = Values(w=nnx.Param(jax.device_put(jnp.ones((8, 2)), sharding), note="here"))
-    tx = optax.chain(optax.sgd(1.0), emaopt.params_ema(0.5))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    ema = emaopt.nnx.EMA(model, 0.5)
-    jitted_update = nnx.jit(lambda ema, model: ema.update(model))
-    for update in (type(ema).update, jitted_update):
-        update(ema, model)
-        assert ema.average.m["w"][...].sharding.is_equivalent_to(sharding, 2)
-    assert ema.average.m["w"].get_metadata()["note"] == "here"
-    for found in (ema.apply_to(model), emaopt.nnx.eval_model(optimizer, model)):
-        assert found.w[...].sharding.is_equivalent_to(sharding, 2)
-        assert found.w.get_metadata() == model.w.get_metadata()
-
-
-@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated:UserWarning")
-def test_hooks_are_not_run_on_the_average():
-    model = Values(w=nnx.Param(jnp.float32(3), on_set_value=lambda _, value: 2 * value))
-    ema = emaopt.nnx.EMA(model, 0.5)
-    for _ in range(3):
-        ema.update(model)
-    found = ema.apply_to(model).w
-    np.testing.assert_allclose(found[...], 3, rtol=2 * oracles.ULP)
-    assert found.get_metadata() == model.w.get_metadata()
 
 
 def test_starts_and_reads():
@@ -409,45 +286,6 @@ def test_which_of_two_averages():
         np.testing.assert_allclose(found, expected, rtol=2 * oracles.ULP)
 
 
-def test_no_update_from_another_trace():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    ema = emaopt.nnx.EMA(model, 0.9)
-    before = nnx.state(ema)
-    with pytest.raises(Exception, match="different trace level"):
-        jax.jit(lambda: ema.update(model))()
-    assert_same(nnx.state(ema), before)
-
-
-def test_recomputed_statistics_are_means_over_batches(rng):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = nnx.BatchNorm(3, use_running_average=True, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.norm(x))
-
-    inputs = rng.normal(3, 2, size=(5, 7, 3)).astype(np.float32)
-    model = Model(nnx.Rngs(0))
-    model.norm.mean[...] = jnp.full(3, jnp.nan)
-    rest = nnx.Not(nnx.BatchStat)
-    before = jax.tree.map(jnp.copy, nnx.state(model, rest))
-    emaopt.nnx.update_batch_stats(lambda m, x: m(x), model, inputs)
-    exact = inputs.astype(np.float64)
-    # Flax has the variance as E x² − (E x)², in float32, here of numbers up to 13².
-    mean, var = model.norm.mean[...], model.norm.var[...]
-    np.testing.assert_allclose(mean, exact.mean(axis=(0, 1)), rtol=2e-6)
-    np.testing.assert_allclose(var, exact.var(axis=1).mean(axis=0), rtol=2e-5)
-    assert model.norm.use_running_average
-    assert model.norm.momentum == 0.99
-    assert_same(nnx.state(model, rest), before)
-    with pytest.raises(ValueError, match="at least one batch, got none"):
-        emaopt.nnx.update_batch_stats(lambda m, x: m(x), model, [])
-    linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"found no flax\.nnx\.BatchNorm that model"):
-        emaopt.nnx.update_batch_stats(lambda m, x: m(x), linear, inputs)
-
-
 @pytest.mark.skipif(not hasattr(nnx, "EMA"), reason="this flax has no nnx.EMA")
 @pytest.mark.standard_promotion
 def test_the_same_as_the_average_of_flax_where_that_is_right(rng):
@@ -468,22 +306,3 @@ def test_the_same_as_the_average_of_flax_where_that_is_right(rng):
     scale = np.tensordot(weights, np.abs(np.asarray(history, np.float64)), axes=1)
     assert np.all(np.abs(found.kernel[...] - exact) <= 8 * oracles.ULP * scale)
     assert np.all(np.abs(expected.kernel[...] - exact) <= 16 * oracles.ULP * scale)
-
-
-@pytest.mark.slow
-def test_the_example_averages_better_than_it_trains(capsys):
-    module = example("nnx_batchnorm")
-    assert_averaging_helps(module.train(epochs=8, seed=0, decay=0.98))
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["epoch", *module.COLUMNS]
-    assert [row.split()[0] for row in rows] == list("12345678")
-
-
-def test_the_example_prints_its_table(capsys):
-    module = example("nnx_batchnorm")
-    module.train = lambda epochs, seed, decay: np.full((epochs, 4), decay)
-    module.main(["--epochs", "7", "--decay", "0.5"])
-    assert "mean       50.0%       50.0%" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        module.main(["--epochs", "0"])
-    assert "--epochs: expected at least 1, found 0" in capsys.readouterr().err
