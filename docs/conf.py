@@ -1,0 +1,130 @@
+"""Settings of the documentation: `make docs` builds it, and warnings are errors."""
+
+import importlib.metadata
+import inspect
+import os
+import re
+import shutil
+from pathlib import Path
+
+import emaopt
+import emaopt.linen
+import emaopt.nnx
+
+HERE = Path(__file__).parent
+
+project = "emaopt"
+author = "The emaopt authors"
+copyright = author
+release = importlib.metadata.version("emaopt")
+version = release
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", ".jupyter_cache"]
+nitpicky = True
+
+# Pages and notebooks are executed. What a kernel needs is in its environment: plots
+# are drawn by the inline backend, in the style of docs/matplotlibrc.
+os.environ.pop("MPLBACKEND", None)
+os.environ["MATPLOTLIBRC"] = str(HERE / "matplotlibrc")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+nb_execution_mode = "force"
+nb_execution_show_tb = True  # a cell that fails is a warning, and fails the build
+nb_execution_timeout = 300
+nb_merge_streams = True
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+# The notebooks of examples/ are pages too; Sphinx reads what is below docs/ only.
+shutil.rmtree(HERE / "notebooks", ignore_errors=True)
+(HERE / "notebooks").mkdir()
+for path in sorted((HERE.parent / "examples").glob("*.ipynb")):
+    shutil.copy(path, HERE / "notebooks")
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+html_theme = "sphinx_book_theme"
+html_title = "emaopt"
+html_static_path = ["_static"]
+html_css_files = ["emaopt.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "home_page_in_toc": True,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "use_download_button": False,
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+
+def _public_names():
+    """What a docstring may call by its short name, and where the reference has it."""
+    names = {name: f"emaopt.{name}" for name in emaopt.__all__ if name != "schedules"}
+    for module in (emaopt.linen, emaopt.nnx):
+        # Not `update_batch_stats`, which both of them have.
+        for name in ("TrainState", "EMA", "EmaVariable", "eval_model"):
+            if hasattr(module, name):
+                names[name] = f"{module.__name__}.{name}"
+    return names
+
+
+NAMES = _public_names()
+
+
+def _as_restructured_text(what, name, obj, lines):
+    """Writes docstrings, which are plain text, as Sphinx reads it.
+
+    The formula after the first line gets a block of its own, public names become
+    links, and |x| is no substitution.
+    """
+    if what == "property":
+        # Napoleon takes what is before a colon for a type.
+        lines = [*inspect.getdoc(obj).split("\n"), ""]
+    text = "\n".join(lines).replace("|", r"\|")
+    # A word may follow a literal: ``x``s.
+    text = re.sub(r"(?<![\w`])(``\S[^`]*``)(?=\w)", r"\1\\ ", text)
+    text = re.sub(
+        r"(?<!`)``(\w+)``(?!`)",
+        lambda found: (
+            f":py:obj:`~{NAMES[found[1]]}`"
+            if found[1] in NAMES and NAMES[found[1]] != name
+            else found[0]
+        ),
+        text,
+    )
+    paragraphs = text.split("\n\n")
+    formula = len(paragraphs) > 1 and not re.match(r"[:.>]", paragraphs[1].lstrip())
+    if what in ("function", "class", "method") and formula:
+        block = paragraphs[1].replace("\n", "\n   ")
+        if re.search(r"[=·/(]", block):
+            paragraphs[1] = f".. container:: formula\n\n   {block}"
+    return "\n\n".join(paragraphs).split("\n")
+
+
+def _process(app, what, name, obj, options, lines):
+    lines[:] = _as_restructured_text(what, name, obj, lines)
+
+
+def setup(app):
+    # After napoleon, which has a priority of 500.
+    app.connect("autodoc-process-docstring", _process, priority=800)
+
+
+# Nothing outside is looked up while building: the reference links to itself alone.
+nitpick_ignore_regex = [
+    ("py:.*", r"(Assertion|Lookup|Type|Value|Import|Attribute)Error"),
+    ("py:.*", r"(jax|optax|flax|nnx|numpy|pandas|chex)\..*"),
+]
