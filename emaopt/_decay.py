@@ -140,9 +140,8 @@ def _rate(value: Any, name: str, *, closed: bool) -> Rate:
     if _checks.concrete(value) and np.ndim(value) == 0:
         known = float(value)
         return Rate(known, 1.0 - known)
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        array = array.astype(jnp.float32)
+    # As wide as there is: the complement is rounded in the dtype of the decay.
+    array = jnp.asarray(value).astype(jax.dtypes.canonicalize_dtype(np.float64))
     return Rate(array, 1 - array)
 
 
