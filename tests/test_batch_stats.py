@@ -58,6 +58,32 @@ def test_linen_statistics_are_means_over_batches(rng, train):
     assert_same(found["params"], variables["params"])
 
 
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return 2 * nn.BatchNorm(use_running_average=True, epsilon=0.0)(x) + 1, None
+
+
+def test_linen_statistics_of_layers_in_a_scan(rng):
+    axes = {"params": 0, "batch_stats": 0}
+    layers = nn.scan(nn.remat(Layer), axes, split_rngs={"params": True}, length=3)
+    model = layers()
+    inputs = rng.normal(size=(4, 6, 2)).astype(np.float32)
+    variables = model.init(jax.random.key(0), inputs[0], None)
+
+    def apply(variables, x):
+        return model.apply(variables, x, None, mutable=["batch_stats"])
+
+    found = emaopt.linen.update_batch_stats(apply, variables, inputs)
+    (stats,) = found["batch_stats"].values()
+    exact = inputs.astype(np.float64)
+    # Each layer behind the first sees 2·(standardised) + 1.
+    mean = [exact.mean(axis=(0, 1)), np.ones(2), np.ones(2)]
+    var = [exact.var(axis=1).mean(axis=0), np.full(2, 4), np.full(2, 4)]
+    np.testing.assert_allclose(stats["mean"], mean, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(stats["var"], var, rtol=1e-5)
+
+
 def test_linen_needs_batches_and_batch_norms(data):
     apply = partial(LinenCNN().apply, train=False, mutable=["batch_stats"])
     with pytest.raises(ValueError, match="at least one batch, got none"):
