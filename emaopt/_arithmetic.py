@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from emaopt import _checks, _decay
@@ -238,11 +239,17 @@ def recur(
     def step(traced: Any, ms: Any, residuals: Any, xs: Any, noise: Any) -> Any:
         both = [a or b for a, b in zip(static, traced, strict=True)]
         splits: dict[Any, _decay.Split] = {}
-        out = []
+        out, last = [], None
         for owner, m, r, x in zip(owners, ms, residuals, xs, strict=True):
             key = owner, _checks.real_dtype(m.dtype)
             if key not in splits:
                 splits[key] = _decay.split(both[owner], key[1])
+            if r is not None and m.size >= _LARGE and isinstance(m, Tracer):
+                # XLA copies m, which r' needs after m' has taken its place. One leaf
+                # after the other, they share one copy.
+                if last is not None:
+                    (m, r), out[last] = lax.optimization_barrier(((m, r), out[last]))
+                last = len(out)
             out.append(_leaf_step(splits[key], m, r, x, noise))
         return [m for m, _ in out], [r for _, r in out]
 
@@ -262,6 +269,9 @@ def recur(
     step.defjvp(jvp, symbolic_zeros=True)
     traced = [None if rate.static else rate for rate in rates]
     return step(traced, list(ms), list(residuals), list(xs), noise)
+
+
+_LARGE = 1024  # numbers in a leaf whose copy is worth saving
 
 
 def _sum_of_products(terms: Sequence[tuple[Any, Any]], like: jax.Array) -> jax.Array:
@@ -332,8 +342,8 @@ def _traced_step(
 def _dithered(y: jax.Array, kept: jax.Array, noise: Any) -> jax.Array:
     """``y`` with noise below the last digit of kept + y; exactly 0 stays."""
     # Of the sum, not of m: just below a power of two the grid it lands on is coarser.
-    noise = noise * cast(2.0 ** -_BITS[y.dtype.itemsize][2], y.dtype)
-    return y + jnp.where(y == 0, 0, cast(noise, y.dtype) * _leading(kept + y))
+    noise = cast(noise, y.dtype) * 2.0 ** -_BITS[y.dtype.itemsize][2]
+    return y + jnp.where(y == 0, 0, noise * _leading(kept + y))
 
 
 def _left(r: jax.Array, low: Any, m: jax.Array) -> jax.Array:

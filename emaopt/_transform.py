@@ -188,28 +188,29 @@ def params_ema(
         _checks.params_given("params_ema", params)
         before = _checks.matched("params", state.ema.m, params)
         changes = _checks.matched("updates", state.ema.m, updates, rule="added")
-        ok = _all_finite(after_step(before, changes)) if skip_nonfinite else True
+        # Outside the branches, where it is computed for the step itself as well: what
+        # they read could not be updated in place.
+        after = after_step(before, changes)
+        ok = _all_finite(after) if skip_nonfinite else True
         step = jnp.asarray(optax.safe_increment(state.step))
 
-        def keep(average: _state.EmaState, before: Any, changes: Any) -> Any:
-            del before, changes
+        def keep(average: _state.EmaState, after: Any) -> Any:
+            del after
             return average
 
-        def absorb(average: _state.EmaState, before: Any, changes: Any) -> Any:
+        def absorb(average: _state.EmaState, after: Any) -> Any:
             rates = _per_absorption(decay, average.count, every)
-            after = after_step(before, changes)
             return _state.advance(average, after, rates, ok, hold=True)
 
-        def follow(average: _state.EmaState, before: Any, changes: Any) -> Any:
+        def follow(average: _state.EmaState, after: Any) -> Any:
             ms, treedef = jax.tree.flatten(average.m)
-            after = after_step(before, changes)
             current = [
                 _arithmetic.cast(x, m.dtype) for x, m in zip(after, ms, strict=True)
             ]
             return average._replace(m=treedef.unflatten(current))
 
         if every_call:
-            average = absorb(state.ema, before, changes)
+            average = absorb(state.ema, after)
         else:
             due = (step > start) & ((step - start) % every == 0)
             # keep, absorb, or hold the current parameters until the start
@@ -218,7 +219,7 @@ def params_ema(
                 branch = jnp.where(step <= start, 2, branch)
             branch = jnp.where(ok, branch, 0)
             branches = [keep, absorb, follow] if warm_start else [keep, absorb]
-            average = lax.switch(branch, branches, state.ema, before, changes)
+            average = lax.switch(branch, branches, state.ema, after)
         return updates, ParamsEmaState(jnp.where(ok, step, state.step), average)
 
     return optax.GradientTransformationExtraArgs(init, update)
