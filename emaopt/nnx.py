@@ -359,7 +359,8 @@ def _of_full_weight(state: _state.EmaState) -> _state.EmaState:
     """``state`` with weight 1 where anything was observed: m is read as it is."""
     ones = jax.tree.map(lambda w: (w != 0).astype(w.dtype), state.weight)
     zeros = jax.tree.map(jnp.zeros_like, ones)
-    return state._replace(weight=ones, residual=state.residual._replace(of_weight=zeros))
+    residual = state.residual._replace(of_weight=zeros)
+    return state._replace(weight=ones, residual=residual)
 
 
 def _split(model: Any, chosen: Any, graph: bool | None) -> tuple[Any, nnx.State, Any]:
