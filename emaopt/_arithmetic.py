@@ -325,8 +325,6 @@ def _traced_step(
 ) -> tuple[jax.Array, Any]:
     """``_leaf_step`` for a decay that is not known."""
     decay, alpha, coarse, carry, rest, low = split
-    # What a zero multiplies is dropped on the bits: 0 · inf is NaN, and a select would
-    # break a loop over time into one kernel for each operation.
     m = _drop(m, decay != 0)
     y = _drop(alpha * (x - carry * m), alpha != 0)
     kept = coarse * m
@@ -386,10 +384,8 @@ _BITS = {4: (np.uint32, 0x7F80_0000, 23), 8: (np.uint64, 0x7FF0_0000_0000_0000, 
 
 
 def _drop(x: jax.Array, keep: Any) -> jax.Array:
-    """``x`` where ``keep``, else 0, without a select."""
-    uint = _BITS[x.dtype.itemsize][0]
-    mask = uint(0) - keep.astype(uint)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, uint) & mask, x.dtype)
+    """``x`` where ``keep``, else 0: what 0 multiplies may be infinite."""
+    return jnp.where(keep, x, jnp.zeros_like(x))
 
 
 def _leading(x: jax.Array) -> jax.Array:

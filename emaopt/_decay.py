@@ -90,7 +90,7 @@ def prepared(rate: Rate, dtypes: Iterable[Any]) -> Rate:
     if rate.static:
         return rate
     splits = {np.dtype(dtype).name: split(rate, dtype) for dtype in dtypes}
-    return rate._replace(splits=lax.optimization_barrier(lax.stop_gradient(splits)))
+    return rate._replace(splits=lax.optimization_barrier(splits))
 
 
 def split(rate: Rate, dtype: Any) -> Split:
