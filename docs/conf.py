@@ -93,19 +93,21 @@ def _as_restructured_text(what, name, obj, lines):
     if what == "property":
         # Napoleon takes what is before a colon for a type.
         lines = [*inspect.getdoc(obj).split("\n"), ""]
-    text = "\n".join(lines).replace("|", r"\|")
-    # A word may follow a literal: ``x``s.
-    text = re.sub(r"(?<![\w`])(``\S[^`]*``)(?=\w)", r"\1\\ ", text)
-    text = re.sub(
-        r"(?<!`)``(\w+)``(?!`)",
-        lambda found: (
-            f":py:obj:`~{NAMES[found[1]]}`"
-            if found[1] in NAMES and NAMES[found[1]] != name
-            else found[0]
-        ),
-        text,
-    )
-    paragraphs = text.split("\n\n")
+
+    def escaped(found):
+        if found[0] == "|":
+            return r"\|"
+        target = NAMES.get(found[1], name)
+        linked = found[0] if target == name else f":py:obj:`~{target}`"
+        # A word may follow: ``x``s.
+        return linked + (r"\ " if found[2] else "")
+
+    paragraphs = [
+        part
+        if part.lstrip().startswith(">>>")
+        else re.sub(r"``(.+?)``(?=(\w?))|\|", escaped, part, flags=re.DOTALL)
+        for part in "\n".join(lines).split("\n\n")
+    ]
     formula = len(paragraphs) > 1 and not re.match(r"[:.>]", paragraphs[1].lstrip())
     if what in ("function", "class", "method") and formula:
         block = paragraphs[1].replace("\n", "\n   ")
