@@ -13,7 +13,7 @@ from emaopt._decay import (
 from emaopt._ewm import ewm_corr, ewm_cov, ewm_mean, ewm_std, ewm_var
 from emaopt._lookup import eval_params, find_state
 from emaopt._overwrite import overwrite
-from emaopt._scan import ema_scan, scan
+from emaopt._scan import ema_scan, scan, sharded_scan
 from emaopt._state import EmaState, Residual, corrected, init, merge, update
 from emaopt._transform import ParamsEmaState, ema, params_ema
 
@@ -44,5 +44,6 @@ __all__ = [
     "params_ema",
     "scan",
     "schedules",
+    "sharded_scan",
     "update",
 ]

@@ -391,6 +391,50 @@ def time_axis(
     return (0,)
 
 
+def resets(reset: Any, lead: tuple[int, ...]) -> jax.Array | None:
+    """Returns one bool for each step, or None."""
+    if reset is None:
+        return None
+    if dtype_of(reset) != np.bool_:
+        raise TypeError(f"reset must be bool, got {_describe(reset)}.")
+    if np.shape(reset) != lead:
+        raise ValueError(
+            f"reset must have one bool for each step: found shape {np.shape(reset)}, "
+            f"expected {lead}."
+        )
+    return jnp.asarray(reset)
+
+
+def mesh_axis(axis_name: Any) -> None:
+    """Raises unless ``axis_name`` is an axis that code here is mapped over."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name={axis_name!r} is no axis here: call scan inside jax.shard_map "
+            "over a mesh with that axis, or emaopt.sharded_scan, which does."
+        ) from None
+
+
+def axes_of(mesh: jax.sharding.Mesh, axis_name: Any, axes: tuple[Any, ...]) -> None:
+    """Raises unless the ``axes`` that ``axis_name`` names are those of ``mesh``."""
+    if not axes or any(axis not in mesh.shape for axis in axes):
+        names = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(
+            f"axis_name must name an axis of the mesh ({names}), got {axis_name!r}."
+        )
+
+
+def shards(steps: int, size: int, axis_name: Any) -> None:
+    """Raises unless time divides into shards of one length."""
+    if steps % size:
+        raise ValueError(
+            f"values have {steps} steps, which the {size} shards over "
+            f"axis_name={axis_name!r} do not divide. Pad them with steps that are not "
+            "observed, or scan the rest from the state that comes back."
+        )
+
+
 def blocked_applies(possible: bool) -> None:
     """Raises where the blocked method cannot compute what is asked."""
     if not possible:
@@ -588,8 +632,9 @@ def rates(
     for rate, weight in zip(found, weights, strict=True):
         shape, full = np.shape(rate.decay), (*lead, *weight.shape)
         if shape != () and not _fits(shape, full, lead):
+            allowed = " or ".join(dict.fromkeys(map(str, ((), lead, full))))
             raise ValueError(
-                f"decay has shape {shape}, expected () or {full}. Decays within a leaf "
+                f"decay has shape {shape}, expected {allowed}. Decays within a leaf "
                 "need init(..., per_element=True), decays in time emaopt.scan."
             )
     return found
@@ -609,9 +654,12 @@ def masks(
             raise TypeError(f"{name} must be bool, got {_describe(leaf)}.")
         shape, full = np.shape(leaf), (*lead, *weight.shape)
         if (lead or shape) and not _fits(shape, full, lead):
+            fault = "does not fit" if lead else "is finer than"
+            shapes = (lead, full) if lead else (full,)
+            allowed = " or ".join(dict.fromkeys(map(str, shapes)))
             raise ValueError(
-                f"{name} is finer than the state: found shape {shape}, expected "
-                f"{full}. A mask within a leaf needs init(..., per_element=True)."
+                f"{name} {fault} the state: found shape {shape}, expected {allowed}. A "
+                "mask within a leaf needs init(..., per_element=True)."
             )
     return found
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
 from emaopt import _arithmetic, _checks, _decay, _state
 
@@ -59,18 +59,22 @@ def sequential(state: _state.EmaState, problem: Problem) -> Outcome:
         carry = problem.step(carry, now)
         return carry, _averages(carry, problem)
 
-    return lax.scan(body, state, problem.inputs, reverse=problem.reverse)
+    return lax.scan(
+        body, state, problem.inputs, length=problem.steps, reverse=problem.reverse
+    )
 
 
 def associative(state: _state.EmaState, problem: Problem) -> Outcome:
     """``lax.associative_scan`` over the steps, each as what it does to a state."""
     if not problem.steps:
         return sequential(state, problem)
+    masks, counted = problem.inputs.masks, problem.inputs.counted
     owners = _state.owners_of(state)
+    compose = partial(
+        _arithmetic.compose, owners, masks is not None and not problem.hold
+    )
     spans = lax.associative_scan(
-        partial(_arithmetic.compose, owners),
-        _spans(state, problem),
-        reverse=problem.reverse,
+        compose, _spans(state, problem), reverse=problem.reverse
     )
     ms, weights, *_ = _state.parts(state)
     start = _arithmetic.Span(
@@ -78,31 +82,18 @@ def associative(state: _state.EmaState, problem: Problem) -> Outcome:
         decays=[jnp.ones_like(p[:1]) for p in spans.decays],
         alphas=[jnp.zeros_like(p[:1]) for p in spans.decays],
     )
-    after = _arithmetic.compose(owners, start, spans)
+    after = compose(start, spans)
     averages = [
         _output(m, after.weights[owner], x)
         for m, owner, x in zip(after.ms, owners, problem.inputs.values, strict=True)
     ]
-    masks = problem.inputs.masks
-    if masks is not None and not problem.hold:
-        # In a gap so long that the weight underflows, the last average stays.
-        averages = [
-            _filled_forward(average, masks[owner], problem.reverse)
-            for average, owner in zip(averages, owners, strict=True)
-        ]
     last = jax.tree.map(lambda leaf: leaf[0 if problem.reverse else -1], spans)
     empty = _state.emptied(state)
-    counted = problem.inputs.counted
-    count = (
-        jnp.int32(problem.steps)
-        if counted is None
-        else jnp.sum(counted, dtype=jnp.int32)
-    )
     whole = _state.rebuilt(
         empty,
         [*last.ms, *last.weights, *last.decays],
         jax.tree.leaves(empty.residual),
-        count,
+        jnp.int32(problem.steps) if counted is None else _number(counted),
     )
     return _state.merge(state, whole), averages
 
@@ -130,6 +121,8 @@ def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
             share = jnp.where(mask, alpha, 0)
             if problem.hold:
                 decay, alpha = jnp.where(mask, decay, 1), share
+            else:
+                decay = _arithmetic.above_zero(~mask, decay)
         if reset is not None:
             dropped = spread(reset)
             decay, alpha = jnp.where(dropped, 0, decay), jnp.where(dropped, 1, alpha)
@@ -160,28 +153,65 @@ def blocked(state: _state.EmaState, problem: Problem) -> Outcome:
 
 
 def sharded(
-    state: _state.EmaState, problem: Problem, axis_name: str, run: Callable
+    state: _state.EmaState, problem: Problem, axes: Sequence[str], run: Callable
 ) -> Outcome:
     """``run`` on the time shard of this device, begun where the shards before end."""
-    others = _varies(problem.inputs) - {axis_name}
-    state = _vary(state, others)
-    mine, _ = run(_vary(_state.emptied(state), {axis_name}), problem)
-    shards = _gather(mine, axis_name)
+    state = alike(state, problem, without=axes)
+    mine, _ = run(_vary(_state.emptied(state), axes), problem)
+    shards = _gather(mine, axes)
 
     def merge(before: _state.EmaState, shard: _state.EmaState) -> Any:
         return _state.merge(before, shard), before
 
     final, starts = lax.scan(merge, state, shards, reverse=problem.reverse)
-    index = lax.axis_index(axis_name)
+    index = lax.axis_index(axes)
     start = jax.tree.map(
         lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), starts
     )
     return final, run(start, problem)[1]
 
 
-def alike(state: _state.EmaState, problem: Problem) -> _state.EmaState:
-    """``state``, typed to vary over the mesh axes that the inputs vary over."""
-    return _vary(state, _varies(problem.inputs) | _varies(problem.rates))
+def alike(
+    state: _state.EmaState, problem: Problem, without: Sequence[str] = ()
+) -> _state.EmaState:
+    """``state``, each part typed to vary over the mesh axes of what enters it."""
+    values, rates, masks, counted, reset = problem.inputs
+    ms, weights, powers, _, _ = _state.parts(state)
+    left = _state.left_behind(state)
+    masks = [None] * len(weights) if masks is None else masks
+    own = list(zip(weights, powers, problem.rates, rates, masks, strict=True))
+    owners = zip(_state.owners_of(state), values, strict=True)
+    sources = [*((own[owner], x) for owner, x in owners), *own, *own]
+    new, residuals = [], []
+    for leaf, rest, source in zip([*ms, *weights, *powers], left, sources, strict=True):
+        axes = _varies((leaf, rest, source, reset)) - set(without)
+        new.append(_vary(leaf, axes))
+        residuals.append(_vary(rest, axes))
+    count = _vary(state.count, _varies(counted) - set(without))
+    return _state.rebuilt(state, new, residuals, count)
+
+
+def counts(
+    state: _state.EmaState,
+    steps: int,
+    counted: Any,
+    axes: Sequence[str],
+    *,
+    reverse: bool,
+) -> jax.Array:
+    """The count before each of the steps, which is what schedules are called with."""
+    one = jnp.ones(steps, jnp.int32) if counted is None else counted.astype(jnp.int32)
+    before = lax.cumsum(one, reverse=reverse) - one
+    if axes:
+        shard, shards = lax.axis_index(axes), np.arange(lax.axis_size(axes))
+        numbers = steps if counted is None else lax.all_gather(_number(one), axes)
+        elsewhere = shards > shard if reverse else shards < shard
+        before = before + jnp.sum(jnp.where(elsewhere, numbers, 0), dtype=jnp.int32)
+    return _state.total(state.count, before)
+
+
+def _number(counted: jax.Array) -> jax.Array:
+    return jnp.sum(counted, dtype=jnp.int32)
 
 
 def _varies(tree: Any) -> frozenset[str]:
@@ -209,19 +239,34 @@ def _vary(tree: Any, axes: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def _gather(state: _state.EmaState, axis_name: str) -> _state.EmaState:
-    """The states of all shards, replicated, by one collective for all leaves."""
-    # In two floats: ravel_pytree would put a large count into one.
+def _gather(state: _state.EmaState, axes: Sequence[str]) -> _state.EmaState:
+    """The states of all shards, replicated, by one collective for all leaves.
+
+    Leaves of another dtype, or that vary over other mesh axes too, are of another
+    type, and need one of their own.
+    """
+    # In two floats: one would lose digits of a large count.
     count = jnp.stack([state.count >> 12, state.count & 0xFFF]).astype(jnp.float32)
-    with jax.numpy_dtype_promotion("standard"):
-        flat, unravel = ravel_pytree((state._replace(count=None), count))
-    if hasattr(lax, "all_gather_invariant"):  # before jax 0.9
-        rows = lax.all_gather_invariant(flat, axis_name)
-    else:
-        rows = lax.all_gather(flat, axis_name, to="invarying")
-    states, counts = jax.vmap(unravel)(rows)
+    leaves, treedef = jax.tree.flatten((state._replace(count=None), count))
+    kinds = [(leaf.dtype, _varies(leaf) - set(axes)) for leaf in leaves]
+    for kind in dict.fromkeys(kinds):
+        chosen = [index for index, other in enumerate(kinds) if other == kind]
+        ends = np.cumsum([leaves[index].size for index in chosen])
+        flat = jnp.concatenate([leaves[index].ravel() for index in chosen])
+        rows = _all_gather(flat, axes)
+        for index, end in zip(chosen, ends, strict=True):
+            leaf = leaves[index]
+            row = lax.slice_in_dim(rows, end - leaf.size, end, axis=1)
+            leaves[index] = row.reshape(rows.shape[0], *leaf.shape)
+    states, counts = treedef.unflatten(leaves)
     high, low = counts.astype(jnp.int32).T
     return states._replace(count=(high << 12) + low)
+
+
+def _all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    if hasattr(lax, "all_gather_invariant"):  # before jax 0.9
+        return lax.all_gather_invariant(x, axes)
+    return lax.all_gather(x, axes, to="invarying")
 
 
 def block_size(problem: Problem, state: _state.EmaState) -> int:
@@ -239,17 +284,23 @@ def _by_blocks(state: _state.EmaState, problem: Problem) -> Outcome:
         values = [jnp.flip(x, 0) for x in values]
     ms, *_ = _state.parts(state)
     blocks = [
-        _arithmetic.cast(jnp.asarray(x[:whole]), m.dtype).reshape(count, size, -1)
+        _arithmetic.cast(jnp.asarray(x[:whole]), m.dtype).reshape(
+            count, size, math.prod(m.shape)
+        )
         for x, m in zip(values, ms, strict=True)
     ]
-    final, averages = _state.blocks(state, blocks, problem.rates)
+    final, averages = _state.blocks(state, blocks, problem.rates, count, size)
     averages = [
         _arithmetic.cast(a, _checks.output_dtype(x)).reshape(whole, *m.shape)
         for a, x, m in zip(averages, values, ms, strict=True)
     ]
     if whole < problem.steps:
-        rest = problem.inputs._replace(values=[x[whole:] for x in values])
-        final, tail = sequential(final, problem._replace(inputs=rest, reverse=False))
+        rest = problem._replace(
+            inputs=problem.inputs._replace(values=[x[whole:] for x in values]),
+            steps=problem.steps - whole,
+            reverse=False,
+        )
+        final, tail = sequential(final, rest)
         averages = [jnp.concatenate(both) for both in zip(averages, tail, strict=True)]
     if problem.reverse:
         averages = [jnp.flip(a, 0) for a in averages]
@@ -269,17 +320,3 @@ def _averages(state: _state.EmaState, problem: Problem) -> list[jax.Array]:
 def _output(m: jax.Array, weight: jax.Array, x: Any) -> jax.Array:
     weight = weight.reshape(weight.shape + (1,) * (m.ndim - weight.ndim))
     return _arithmetic.cast(_arithmetic.ratio(m, weight), _checks.output_dtype(x))
-
-
-def _filled_forward(average: jax.Array, mask: Any, reverse: bool) -> jax.Array:
-    """``average`` with unobserved steps repeating the last observed one."""
-    steps = average.shape[0]
-    mask = jnp.asarray(mask)
-    mask = mask.reshape(mask.shape + (1,) * (average.ndim - mask.ndim))
-    order = lax.broadcasted_iota(jnp.int32, average.shape, 0)
-    seen = jnp.where(mask, order, steps if reverse else -1)
-    last = lax.cummin(seen, reverse=True) if reverse else lax.cummax(seen)
-    inside = (last >= 0) & (last < steps)
-    return jnp.where(
-        inside, jnp.take_along_axis(average, jnp.clip(last, 0, steps - 1), 0), average
-    )
