@@ -244,7 +244,12 @@ def recur(
             key = owner, _checks.real_dtype(m.dtype)
             if key not in splits:
                 splits[key] = _decay.split(both[owner], key[1])
-            if r is not None and m.size >= _LARGE and isinstance(m, Tracer):
+            if (
+                _IN_ORDER
+                and r is not None
+                and m.size >= _LARGE
+                and isinstance(m, Tracer)
+            ):
                 # XLA copies m, which r' needs after m' has taken its place. One leaf
                 # after the other, they share one copy.
                 if last is not None:
@@ -272,6 +277,9 @@ def recur(
 
 
 _LARGE = 1024  # numbers in a leaf whose copy is worth saving
+# Before, XLA dropped barriers too early to keep an order, and JAX let what one leaf
+# varies over, inside `shard_map`, spread to the others.
+_IN_ORDER = jax.__version_info__ >= (0, 12)
 
 
 def _sum_of_products(terms: Sequence[tuple[Any, Any]], like: jax.Array) -> jax.Array:

@@ -213,16 +213,19 @@ def advance(
     hold: bool = True,
 ) -> EmaState:
     """``update``, given the leaves of the values and the rates of this step."""
+    held, state = state, on_device(state)
     weights, weightdef = jax.tree.flatten(state.weight)
     each_rate = _checks.rates(rates, weightdef, weights, _decay.is_rate)
     each_rate = prepared(state, each_rate)
     if observed is True:
-        return step(state, values, each_rate)
+        return beside(held, step(state, values, each_rate))
     masks = _checks.masks("observed", observed, weightdef, weights)
     counted: Any = True
     if hold and jax.tree_util.all_leaves([observed]) and jnp.ndim(observed) == 0:
         counted = observed
-    return step(state, values, each_rate, masks, hold=hold, counted=counted)
+    return beside(
+        held, step(state, values, each_rate, masks, hold=hold, counted=counted)
+    )
 
 
 def prepared(state: EmaState, rates: Sequence[Any]) -> list[Any]:
@@ -403,6 +406,7 @@ def corrected(state: EmaState, like: PyTree = None) -> PyTree:
     >>> print(emaopt.corrected(emaopt.update(state, jnp.float32(3), 0.999)))
     3.0
     """
+    state = on_device(state)
     ms, treedef = jax.tree.flatten(state.m)
     likes = [None] * len(ms)
     if like is not None:
@@ -554,6 +558,29 @@ def owners_of(state: EmaState) -> list[int]:
     treedef = jax.tree.structure(state.weight)
     numbers = treedef.unflatten(range(treedef.num_leaves))
     return jax.tree.leaves(jax.tree.broadcast(numbers, state.m))
+
+
+def on_device(state: EmaState) -> EmaState:
+    """The state in the memory of its devices; that of the host only holds it."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if _on_host(x) else x,
+        state,
+    )
+
+
+def beside(held: EmaState, new: EmaState) -> EmaState:
+    """``new``, each array in host memory where that of ``held`` is."""
+    return jax.tree.map(
+        lambda old, x: jax.device_put(x, jax.memory.Space.Host) if _on_host(old) else x,
+        held,
+        new,
+    )
+
+
+def _on_host(x: jax.Array) -> bool:
+    if not hasattr(jax, "memory"):  # versions that have no types for memories
+        return False
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def zeros_like(leaf: Any, dtype: Any) -> jax.Array:

@@ -144,6 +144,11 @@ def params_ema(
       s − start is a multiple of ``every``. Inside ``optax.MultiSteps`` or
       ``optax.apply_if_finite`` only real steps are calls.
 
+      The average may be held in the memory of the host: ``jax.device_put`` its arrays
+      onto shardings of ``memory_kind="pinned_host"``. An absorption brings them to the
+      devices and takes them back, and with ``every`` they stay where they are in
+      between. A step that donates the state then donates the parameters with it.
+
     Raises:
       ValueError: a decay outside [0, 1); ``every`` or ``start`` out of range; an
         ``accumulator_dtype`` below float32; from ``update``, no ``params``.
@@ -207,7 +212,8 @@ def params_ema(
             current = [
                 _arithmetic.cast(x, m.dtype) for x, m in zip(after, ms, strict=True)
             ]
-            return average._replace(m=treedef.unflatten(current))
+            followed = average._replace(m=treedef.unflatten(current))
+            return _state.beside(average, followed)
 
         if every_call:
             average = absorb(state.ema, after)
