@@ -310,6 +310,16 @@ def _assert_dtype(
         fail(_describe(x), "a complex leaf, since the average is complex.")
     if rule == "added" and not real and accumulator_dtype.kind != "c":
         fail(_describe(x), "a real leaf, since the parameters are real.")
+    if rule == "absorbed" and not real and accumulator_dtype.kind != "c":
+        fail(
+            _describe(x),
+            f"real numbers, since the average is {accumulator_dtype}. Initialise the "
+            "state from complex values.",
+        )
+    # A Python number has no width of its own, and takes that of the accumulator.
+    weak = isinstance(x, (bool, int, float, complex)) or getattr(x, "weak_type", False)
+    if weak:
+        dtype = np.dtype(np.float32 if real else np.complex64)
     wider = wide_dtype(dtype, accumulator_dtype)
     if rule == "absorbed" and wider != accumulator_dtype:
         fail(
