@@ -1,6 +1,8 @@
 """Averages along a leading time axis."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import chex
@@ -168,7 +170,8 @@ def scan(
     if axes:
         final, averages = _methods.sharded(start, problem, axes, run)
     else:
-        final, averages = run(_methods.alike(start, problem), problem)
+        start = _methods.alike(start, problem)
+        final, averages = _run(run, start, problem)
     return _state.like(final, state), treedef.unflatten(averages)
 
 
@@ -255,6 +258,28 @@ def _axes(axis_name: Any) -> tuple[str, ...]:
     if axis_name is None:
         return ()
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _run(
+    run: Callable, state: _state.EmaState, problem: _methods.Problem
+) -> _methods.Outcome:
+    """``run``, compiled once where it is called by itself, and not at every call."""
+    arrays = state, problem.inputs, problem.rates
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
+        return run(state, problem)
+    known = [r if r is not None and r.static else None for r in problem.rates]
+    others = [None if k else r for k, r in zip(known, problem.rates, strict=True)]
+    fixed = problem.steps, problem.hold, problem.reverse, tuple(known)
+    return _compiled(run, fixed, state, problem.inputs, others)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(run: Callable, fixed: Any, state: Any, inputs: Any, rates: Any) -> Any:
+    """``run`` on a problem in two parts, of which ``fixed`` is known while tracing."""
+    steps, hold, reverse, known = fixed
+    rates = [a or b for a, b in zip(known, rates, strict=True)]
+    problem = _methods.Problem(_methods.Inputs(*inputs), rates, steps, hold, reverse)
+    return run(state, problem)
 
 
 def _chosen(method: str, state: _state.EmaState, problem: _methods.Problem) -> Any:

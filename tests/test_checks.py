@@ -155,7 +155,7 @@ def test_shapes_never_broadcast(old, new):
     [
         (
             np.ones(2, np.complex64),
-            "found dtype complex64, expected no wider than floa",
+            "found dtype complex64, expected real numbers, since the average is float32",
         ),
         (
             jax.random.split(KEY),
@@ -277,10 +277,12 @@ def test_states_that_do_not_merge():
         ):
             emaopt.merge(*pair)
     two = emaopt.init(tree, compensated=True)
-    with pytest.raises(AssertionError, match=r"later at \.residual\.m: found a dict"):
+    with pytest.raises(
+        AssertionError, match=r"later at \.residual\.of_m: found a dict"
+    ):
         emaopt.merge(state, two)
     with pytest.raises(
-        AssertionError, match=r"later at \.residual\.m: found a NoneTyp"
+        AssertionError, match=r"later at \.residual\.of_m: found a NoneTyp"
     ):
         emaopt.merge(two, state)
 
