@@ -17,7 +17,7 @@ from jax import lax
 import emaopt
 
 ULP = 2.0**-23
-DECAYS = (0.1, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+DECAYS = (0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
 
 
 def values(steps, seed=0):
@@ -115,10 +115,10 @@ def measure(steps, forms=FORMS, decays=DECAYS):
 
 
 def table(measured, decays=DECAYS):
-    lines = ["β".ljust(22) + "".join(f"{decay:>10}" for decay in decays)]
+    lines = ["1 − β".ljust(19) + "".join(f"{1 - decay:8.0g}" for decay in decays)]
     for name, row in measured.items():
-        cells = (f"{e:10.1f}" if e < 1e4 else f"{e:10.0e}" for e in row)
-        lines.append(name.ljust(22) + "".join(cells))
+        cells = (f"{e:8.1f}" if e < 100 else f"{e:8,.0f}" for e in row)
+        lines.append(name.ljust(19) + "".join(cells))
     return "\n".join(lines)
 
 

@@ -45,7 +45,8 @@ shutil.rmtree(HERE / "notebooks", ignore_errors=True)
 for path in sorted((HERE.parent / "examples").glob("*.ipynb")):
     shutil.copy(path, HERE / "notebooks")
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
+myst_enable_extensions = []  # no dollars: formulas are text, and read without scripts
+smartquotes_action = "D"  # dashes; quotes are code as often as not
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -70,9 +71,13 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
+# Words that name other things too: the update of a transformation, a key of a dict.
+COMMON = ("corrected", "init", "schedules", "update")
+
+
 def _public_names():
     """What a docstring may call by its short name, and where the reference has it."""
-    names = {name: f"emaopt.{name}" for name in emaopt.__all__ if name != "schedules"}
+    names = {name: f"emaopt.{name}" for name in emaopt.__all__ if name not in COMMON}
     for module in (emaopt.linen, emaopt.nnx):
         # Not `update_batch_stats`, which both of them have.
         for name in ("TrainState", "EMA", "EmaVariable", "eval_model"):
@@ -120,7 +125,17 @@ def _process(app, what, name, obj, options, lines):
     lines[:] = _as_restructured_text(what, name, obj, lines)
 
 
+def _signature(app, what, name, obj, options, signature, returned):
+    if what == "class" and name == "emaopt.nnx.EMA":
+        # The metaclass of nnx hides it.
+        given = inspect.signature(obj.__init__).parameters.values()
+        plain = [p.replace(annotation=inspect.Parameter.empty) for p in given]
+        return str(inspect.Signature(plain[1:])), returned
+    return None
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", _signature)
     # After napoleon, which has a priority of 500.
     app.connect("autodoc-process-docstring", _process, priority=800)
 
