@@ -118,14 +118,15 @@ def compose(owners: Sequence[int], gaps: bool, earlier: Span, later: Span) -> Sp
             q, b = jnp.where(low, share, q), jnp.where(low, 1 - share, b)
         decays.append(decay)
         alphas.append(alpha)
-        kept.append((q, b))
-    own = zip(kept, later.weights, earlier.weights, strict=True)
+        kept.append(_decay.Rate(q, b))
+
+    def onto(owner: int, value: jax.Array, start: jax.Array) -> jax.Array:
+        return added(kept[owner].decay, kept[owner].alpha, value, start)
+
+    own = range(len(kept))
     return Span(
-        [
-            added(*kept[owner], m, start)
-            for owner, m, start in zip(owners, later.ms, earlier.ms, strict=True)
-        ],
-        [added(*pair, weight, start) for pair, weight, start in own],
+        [onto(*each) for each in zip(owners, later.ms, earlier.ms, strict=True)],
+        [onto(*each) for each in zip(own, later.weights, earlier.weights, strict=True)],
         decays,
         alphas,
     )

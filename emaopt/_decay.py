@@ -142,7 +142,9 @@ def _rate(value: Any, name: str, *, closed: bool) -> Rate:
         return Rate(known, 1.0 - known)
     # As wide as there is: the complement is rounded in the dtype of the decay.
     array = jnp.asarray(value).astype(jax.dtypes.canonicalize_dtype(np.float64))
-    return Rate(array, 1 - array)
+    known = isinstance(value, np.ndarray)
+    rest = 1 - value.astype(np.float64) if known else 1 - array
+    return Rate(array, jnp.asarray(rest, array.dtype))
 
 
 def decay_from_alpha(alpha: float) -> float:

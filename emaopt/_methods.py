@@ -92,7 +92,7 @@ def associative(state: _state.EmaState, problem: Problem) -> Outcome:
     whole = _state.rebuilt(
         empty,
         [*last.ms, *last.weights, *last.decays],
-        jax.tree.leaves(empty.residual),
+        _state.left_behind(empty),
         jnp.int32(problem.steps) if counted is None else _number(counted),
     )
     return _state.merge(state, whole), averages
@@ -264,8 +264,9 @@ def _gather(state: _state.EmaState, axes: Sequence[str]) -> _state.EmaState:
 
 
 def _all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    if hasattr(lax, "all_gather_invariant"):  # before jax 0.9
-        return lax.all_gather_invariant(x, axes)
+    gather = getattr(lax, "all_gather_invariant", None)  # jax 0.7 and 0.8
+    if gather is not None:
+        return gather(x, axes)
     return lax.all_gather(x, axes, to="invarying")
 
 

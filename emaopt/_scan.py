@@ -225,7 +225,7 @@ def sharded_scan(
     inputs, treedef = jax.tree.flatten((values, decay, observed, reset))
     # Not the scalars of known value: a decay would lose digits as an argument.
     arrays = {
-        index: leaf
+        index: _sharded_in_time(leaf, mesh, axes) if np.ndim(leaf) else leaf
         for index, leaf in enumerate(inputs)
         if np.ndim(leaf) or isinstance(leaf, Tracer)
     }
@@ -251,6 +251,20 @@ def sharded_scan(
         in_specs=(P(), in_time),
         out_specs=(P(), P(axes)),
     )(state, arrays)
+
+
+def _sharded_in_time(leaf: Any, mesh: jax.sharding.Mesh, axes: tuple) -> Any:
+    """``leaf`` as ``shard_map`` takes it: where an axis is explicit, sharded before."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = all(kinds[axis] == jax.sharding.AxisType.Explicit for axis in axes)
+    if not explicit or not hasattr(jax, "reshard"):  # shard_map reshards, until 0.8
+        return leaf
+    leaf = jnp.asarray(leaf)
+    rest = [
+        None if set(jax.tree.leaves(part)) & set(axes) else part
+        for part in jax.typeof(leaf).sharding.spec[1:]
+    ]
+    return jax.reshard(leaf, jax.sharding.NamedSharding(mesh, P(axes, *rest)))
 
 
 def _axes(axis_name: Any) -> tuple[str, ...]:

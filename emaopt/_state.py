@@ -467,9 +467,10 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
         low, share = _arithmetic.faded(gap, weight, power * weight)
         kept.append((where(~low, power, share), where(~low, rest, 0)))
     owners = [*owners_of(earlier), *range(n), *range(n, 2 * n)]
+    factors = [[*kept, *whole][o] for o in owners]
     out = [
-        _arithmetic.scaled_sum(*[*kept, *whole][o], *a, *b)
-        for o, a, b in zip(owners, old, new, strict=True)
+        _arithmetic.scaled_sum(p, r_p, a, r_a, b, r_b)
+        for (p, r_p), (a, r_a), (b, r_b) in zip(factors, old, new, strict=True)
     ]
     for o, gap in enumerate(gaps):
         gap = gap & _arithmetic.is_gap(weights[o], powers[o])
