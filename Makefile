@@ -55,8 +55,8 @@ notebooks: $(VENV)/.stamp-test  ## execute the notebooks of examples/
 bench: $(VENV)/.stamp-bench  ## measure speed against other libraries
 	$(BIN)/python -m benchmarks
 
-accuracy: $(VENV)/.stamp-bench  ## measure rounding errors
-	$(BIN)/python -m benchmarks.accuracy
+accuracy: $(VENV)/.stamp-test  ## measure rounding errors; the docs plot them
+	$(BIN)/python docs/accuracy.py
 
 clean:  ## remove everything that make, the tests and the tools have made
 	rm -rf $(VENV) .venv-* docs/_build dist .pytest_cache .ruff_cache .hypothesis
