@@ -321,8 +321,13 @@ def _static_step(
     """``_leaf_step`` for a decay in (0, 1) that is known to round to 1, or not to."""
     y = split.alpha * (x - m) if near_one else split.alpha * x - split.rest * m
     kept = m if near_one else split.coarse * m
-    if r is not None:
+    if r is not None and near_one:
+        # In no sum two products: which of them is contracted would be left to the
+        # compiler, and with it the last bits of a sequence in parts.
+        y = split.alpha * ((x - m) - r) + _left(r, split.low, m)
+    elif r is not None:
         y = y + _left(split.decay * r, split.low, m)
+    if r is not None:
         new = kept + y
         return new, y - (new - kept)
     return kept + (_dithered(y, kept, noise) if near_one else y), None
@@ -375,7 +380,7 @@ def scaled_sum(p: Any, r_p: Any, a: Any, r_a: Any, b: Any, r_b: Any) -> Any:
         error = error + left
     error = (error + p_low * a_low) + r_p * a
     if r_a is not None:
-        error = error + p * r_a
+        error = error + p * _drop(r_a, jnp.broadcast_to(p != 0, r_a.shape))
     if r_b is not None:
         error = error + r_b
     new, left = _two_sum(total, jnp.where(jnp.isfinite(total), error, 0))
@@ -458,6 +463,13 @@ def quotient(
     m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any
 ) -> jax.Array:
     """The average m / w, in the floating dtype of ``like``; ``like`` where w = 0."""
+    # Under `jit`, leaves of one shape are traced once. Outside, one operation after the
+    # other rounds alike however the leaf is sharded.
+    function = jax.jit(_quotient) if isinstance(m, Tracer) else _quotient
+    return function(m, r, w, r_w, like)
+
+
+def _quotient(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any) -> Any:
     # No NaN where `like` steps in: jax_debug_nans would object.
     average = mean(m, r, w, r_w, empty=jnp.nan if like is None else 0.0)
     if like is None:

@@ -19,7 +19,7 @@ class Inputs(NamedTuple):
     values: Sequence[Any]  # for each leaf of state.m
     rates: Sequence[_decay.Rate | None]  # for each weight; None where constant
     masks: Sequence[Any] | None  # for each weight, bool
-    counted: Any  # bool (T,); None where every step counts
+    counted: Any  # bool (T,), False where nothing happens; None without masks
     reset: Any  # bool (T,)
 
 
@@ -54,6 +54,10 @@ Outcome = tuple[_state.EmaState, list[jax.Array]]
 
 def sequential(state: _state.EmaState, problem: Problem) -> Outcome:
     """One ``lax.scan`` over the steps, compensated."""
+    if problem.steps == 1 and not __import__("os").environ.get("NOHACK"):
+        run = _first_of_two if problem.inputs.masks is None else _one_and_none
+        final, averages = run(state, problem)
+        return final, [average[:1] for average in averages]
 
     def body(carry: _state.EmaState, now: Inputs) -> Any:
         carry = problem.step(carry, now)
@@ -62,6 +66,33 @@ def sequential(state: _state.EmaState, problem: Problem) -> Outcome:
     return lax.scan(
         body, state, problem.inputs, length=problem.steps, reverse=problem.reverse
     )
+
+
+def _first_of_two(state: _state.EmaState, problem: Problem) -> Outcome:
+    """One step, done twice.
+
+    A loop of one step is none to the compiler, which then contracts other products
+    into multiply-adds: the last bits would depend on how a sequence is split.
+    """
+
+    def body(carry: Any, now: Inputs) -> Any:
+        state, _ = carry
+        after = problem.step(state, now)
+        return (after, state), _averages(after, problem)
+
+    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), problem.inputs)
+    twice = lax.optimization_barrier(twice)
+    (_, after), averages = lax.scan(body, (state, state), twice, length=2)
+    return after, averages
+
+
+def _one_and_none(state: _state.EmaState, problem: Problem) -> Outcome:
+    """One step and one that is not there, for the same reason."""
+    never = jax.tree.map(jnp.zeros_like, problem.inputs)
+    never = never._replace(values=problem.inputs.values, rates=problem.inputs.rates)
+    both = jax.tree.map(lambda *x: jnp.concatenate(x), problem.inputs, never)
+    both = lax.optimization_barrier(both)
+    return sequential(state, problem._replace(inputs=both, steps=2, reverse=False))
 
 
 def associative(state: _state.EmaState, problem: Problem) -> Outcome:

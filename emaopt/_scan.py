@@ -157,7 +157,7 @@ def scan(
             values=values,
             rates=[None if c else r for c, r in zip(constant, rates, strict=True)],
             masks=masks,
-            counted=counted,
+            counted=jnp.ones(lead, bool) if counted is None and masks else counted,
             reset=reset,
         ),
         rates=[r if c else None for c, r in zip(constant, rates, strict=True)],

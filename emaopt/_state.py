@@ -6,6 +6,7 @@ x = 1) and the decay power (of x = 0, from 1), each with what rounding left behi
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -274,10 +275,15 @@ def step(
     )
     if masks is not None:
         gaps = [jnp.logical_not(mask) for mask in (*masks, *masks)]
-        kept = [
-            (gap, None) if hold else _arithmetic.faded(gap, a, b)
-            for gap, a, b in zip(gaps, old[len(ms) :], new[len(ms) :], strict=True)
-        ]
+        kept = [(gap, None) for gap in gaps]
+        if not hold:
+            kept = [
+                _arithmetic.faded(gap, a, b)
+                for gap, a, b in zip(gaps, old[len(ms) :], new[len(ms) :], strict=True)
+            ]
+        if not hold and counted is not True:
+            off = jnp.logical_not(counted)
+            kept = [(off | when, where(counted, share, 1)) for when, share in kept]
         new, new_residuals = (
             [
                 None if b is None else _arithmetic.kept(*kept[o], a, b)
@@ -587,10 +593,16 @@ def _on_host(x: jax.Array) -> bool:
 def zeros_like(leaf: Any, dtype: Any) -> jax.Array:
     """Zeros in the shape and sharding of ``leaf``, under ``jit`` as well."""
     if isinstance(leaf, Tracer):
-        # A zero that depends on nothing would land on one device.
-        never = lax.optimization_barrier(False)
-        return jnp.where(never, cast(leaf, dtype), jnp.zeros_like(leaf, dtype=dtype))
+        return _zeros(leaf, np.dtype(dtype))
     return jnp.zeros_like(leaf, dtype=dtype)
+
+
+# Compiled by itself so that leaves of one shape are traced once.
+@partial(jax.jit, static_argnums=1)
+def _zeros(leaf: jax.Array, dtype: np.dtype) -> jax.Array:
+    # A zero that depends on nothing would land on one device.
+    never = lax.optimization_barrier(False)
+    return jnp.where(never, cast(leaf, dtype), jnp.zeros_like(leaf, dtype=dtype))
 
 
 def _real(leaf: Any) -> Any:

@@ -18,28 +18,35 @@ class Ema(NamedTuple):
     corrected: np.ndarray
 
 
-def ema(values, decay, observed=True, unobserved="hold"):
+def ema(values, decay, observed=True, unobserved="hold", reset=False):
     """m_t = β·m_{t-1} + (1 − β)·x_t as it is written, one step at a time.
 
-    ``decay`` has one value, or one a step; ``observed`` one, one a step, or one for
-    each value. A step that is not observed leaves everything as it is ("hold"), or
-    lets time pass and adds nothing ("decay").
+    ``decay`` and ``observed`` have one value, one a step, or one for each value;
+    ``reset`` one, or one a step. A step that is not observed leaves everything as it is
+    ("hold"), or lets time pass and adds nothing ("decay").
     """
     values = np.asarray(values)
     kind = np.complex128 if np.iscomplexobj(values) else np.float64
     values = values.astype(kind)
     steps = values.shape[0]
-    decays = np.broadcast_to(np.asarray(decay, np.float64), (steps,))
-    observed = np.asarray(observed)
-    observed = observed.reshape(observed.shape + (1,) * (values.ndim - observed.ndim))
-    observed = np.broadcast_to(observed, values.shape)
+    decays, observed, resets = (
+        np.broadcast_to(
+            a.reshape(a.shape + (1,) * (values.ndim - a.ndim)), values.shape
+        )
+        for a in (
+            np.asarray(decay, np.float64),
+            np.asarray(observed),
+            np.asarray(reset),
+        )
+    )
     m = np.zeros(values.shape[1:], kind)
     w, p = np.zeros(values.shape[1:]), np.ones(values.shape[1:])
     history = []
-    for b, x, seen in zip(decays, values, observed, strict=True):
+    for b, x, seen, forget in zip(decays, values, observed, resets, strict=True):
+        m, w, p = (np.where(forget, 0, part) for part in (m, w, p))
         kept = 1.0 if unobserved == "hold" else b
         # At b = 0 the past is gone, infinities included.
-        past = b * m if b else np.zeros_like(m)
+        past = b * np.where(b == 0, 0, m)
         m = np.where(seen, past + (1 - b) * np.where(seen, x, 0), kept * m)
         w = np.where(seen, b * w + (1 - b), kept * w)
         p = np.where(seen, b * p, kept * p)
