@@ -465,7 +465,7 @@ def quotient(
     """The average m / w, in the floating dtype of ``like``; ``like`` where w = 0."""
     # Under `jit`, leaves of one shape are traced once. Outside, one operation after the
     # other rounds alike however the leaf is sharded.
-    function = jax.jit(_quotient) if isinstance(m, Tracer) else _quotient
+    function = _traced_quotient if isinstance(m, Tracer) else _quotient
     return function(m, r, w, r_w, like)
 
 
@@ -477,6 +477,9 @@ def _quotient(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any) -> 
     if _checks.is_inexact(like):
         average = cast(average, _checks.dtype_of(like))
     return jnp.where(w != 0, average, cast(jnp.asarray(like), average.dtype))
+
+
+_traced_quotient = jax.jit(_quotient)
 
 
 def mean(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, empty: float) -> jax.Array:
