@@ -194,12 +194,13 @@ def update(
     >>> import emaopt
     >>> import jax.numpy as jnp
     >>> state = emaopt.init(jnp.zeros(2))
-    >>> for x in (jnp.array([1.0, 2.0]), jnp.array([3.0, 2.0])):
+    >>> for x in (jnp.array([1.0, 2.0]), jnp.array([2.5, 3.5])):
     ...     state = emaopt.update(state, x, 0.5)
     >>> print(emaopt.corrected(state))
-    [2.3333335 2.       ]
+    [2. 3.]
     """
     hold = _checks.option("unobserved", unobserved, ("hold", "decay")) == "hold"
+    check(state)
     values = _checks.matched("tree", state.m, tree)
     rates = _decay.resolve(decay, state.count)
     return advance(state, values, rates, observed, hold=hold)
@@ -320,6 +321,13 @@ def forget(state: EmaState, when: Any) -> EmaState:
     )
 
 
+def check(state: Any, name: str = "state") -> None:
+    """Raises unless ``state`` is an ``EmaState`` whose weights fit its leaves."""
+    _checks.kind_of_state(name, state, EmaState)
+    weights = jax.tree.leaves(state.weight)
+    _checks.weights_fit(state.m, [weights[owner] for owner in owners_of(state)])
+
+
 def parts(state: EmaState) -> tuple[list, list, list, Any, Any]:
     """Leaves of m, weight and decay power, and the structures of the first two."""
     ms, treedef = jax.tree.flatten(state.m)
@@ -413,6 +421,7 @@ def corrected(state: EmaState, like: PyTree = None) -> PyTree:
     3.0
     """
     state = on_device(state)
+    check(state)
     ms, treedef = jax.tree.flatten(state.m)
     likes = [None] * len(ms)
     if like is not None:
@@ -457,6 +466,8 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     >>> print(emaopt.corrected(emaopt.merge(one, three)))
     2.3333333
     """
+    check(earlier, "earlier")
+    check(later, "later")
     _checks.matched("later.m", earlier.m, later.m)
     _checks.same_types("later", earlier, later)
     ms, weights, powers, _, _ = parts(earlier)
