@@ -24,7 +24,9 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def where(mask: Any, x: jax.Array, y: Any) -> jax.Array:
-    """``jnp.where`` in the dtype of ``x``, whatever the scalar ``y``."""
+    """``jnp.where`` in the dtype and sharding of ``x``, whatever the scalar ``y``."""
+    if jnp.ndim(mask):
+        mask = mask & jnp.ones_like(x, bool)
     return jnp.where(mask, x, jnp.asarray(y, x.dtype))
 
 
@@ -150,14 +152,14 @@ def _product(share: jax.Array, x: jax.Array) -> jax.Array:
     """Share · x, and 0 where ``share`` is 0, whatever ``x``."""
     if x.dtype.kind == "c":
         return _by_parts(_product, share, x)
-    return jnp.where(share == 0, jnp.zeros_like(x), share * x)
+    return where(share != 0, share * x, 0)
 
 
 @_product.defjvp
 def _product_jvp(primals: Any, tangents: Any) -> Any:
     share, x = primals
     d_share, d_x = (cast(tangent, x.dtype) for tangent in tangents)
-    finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+    finite = where(jnp.isfinite(x), x, 0)
     return _product(share, x), d_share * finite + cast(share, x.dtype) * d_x
 
 
@@ -369,7 +371,7 @@ def scaled_sum(p: Any, r_p: Any, a: Any, r_a: Any, b: Any, r_b: Any) -> Any:
     if a.dtype.kind == "c":
         return _by_parts(scaled_sum, p, r_p, a, r_a, b, r_b)
     p, r_p = cast(p, a.dtype), cast(r_p, a.dtype)
-    a = _drop(a, jnp.broadcast_to(p != 0, a.shape))
+    a = _drop(a, p != 0)
     p_high, a_high = _high(p), _high(a)
     p_low, a_low = p - p_high, a - a_high
     # Products of halves are exact, so that it is no matter which of them the compiler
@@ -380,7 +382,7 @@ def scaled_sum(p: Any, r_p: Any, a: Any, r_a: Any, b: Any, r_b: Any) -> Any:
         error = error + left
     error = (error + p_low * a_low) + r_p * a
     if r_a is not None:
-        error = error + p * _drop(r_a, jnp.broadcast_to(p != 0, r_a.shape))
+        error = error + p * _drop(r_a, p != 0)
     if r_b is not None:
         error = error + r_b
     new, left = _two_sum(total, jnp.where(jnp.isfinite(total), error, 0))
@@ -399,7 +401,7 @@ _BITS = {4: (np.uint32, 0x7F80_0000, 23), 8: (np.uint64, 0x7FF0_0000_0000_0000, 
 
 def _drop(x: jax.Array, keep: Any) -> jax.Array:
     """``x`` where ``keep``, else 0: what 0 multiplies may be infinite."""
-    return jnp.where(keep, x, jnp.zeros_like(x))
+    return where(keep, x, 0)
 
 
 def _leading(x: jax.Array) -> jax.Array:
@@ -495,4 +497,6 @@ def mean(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, empty: float) -> ja
         else r - quotient * cast(r_w, m.dtype)
     )
     left = jnp.where(jnp.isfinite(quotient), left / weight, 0)
-    return jnp.where(seen, quotient + lax.stop_gradient(left), empty)
+    # Adding 0 would lose the sign of a zero.
+    rounded = jnp.where(left == 0, quotient, quotient + lax.stop_gradient(left))
+    return jnp.where(seen, rounded, empty)

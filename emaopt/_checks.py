@@ -190,9 +190,10 @@ def accumulator(dtype: Any) -> np.dtype | None:
     if dtype is None:
         return None
     requested = np.dtype(dtype)
-    if not jnp.issubdtype(requested, jnp.inexact):
+    if not jnp.issubdtype(requested, jnp.floating):
         raise ValueError(
             f"accumulator_dtype must be a floating-point dtype, got {requested}."
+            " Complex leaves are averaged as complex numbers of its width."
         )
     if jnp.finfo(requested).bits < 32:
         raise ValueError(
@@ -272,6 +273,28 @@ def matched(
         _assert_dtype(name, m, index, acc.dtype, leaf, rule)
         leaves.append(leaf)
     return leaves
+
+
+def kind_of_state(name: str, state: Any, kind: type) -> None:
+    """Raises for a state of another type, such as one of another library."""
+    if not isinstance(state, kind):
+        found, expected = (f"{t.__module__}.{t.__name__}" for t in (type(state), kind))
+        _fail(
+            f"{name}: found {found}, expected {expected}. Pass the state that this "
+            "average made; find_state finds it in that of an optimizer."
+        )
+
+
+def weights_fit(m: PyTree, owned: list[Any]) -> None:
+    """Raises where a weight is neither that of its leaf nor of each of its elements."""
+    for index, (leaf, weight) in enumerate(zip(jax.tree.leaves(m), owned, strict=True)):
+        if weight.shape not in ((), leaf.shape):
+            paths = jax.tree_util.tree_flatten_with_path(m)[0]
+            _fail(
+                f"state.weight {where(paths[index][0])}: found shape {weight.shape}, "
+                f"expected () or {leaf.shape}, that of state.m. A state made under "
+                "vmap is used and read under vmap."
+            )
 
 
 def same_types(name: str, expected: PyTree, found: PyTree) -> None:

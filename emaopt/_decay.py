@@ -72,14 +72,17 @@ def resolve(decay: Any, count: Any, name: str = "decay") -> Any:
         return jax.vmap(leaf)(count) if np.ndim(count) else leaf(count)
 
     leaves = [
-        _rate(
+        leaf
+        if is_rate(leaf)
+        else _rate(
             value(leaf),
             name + jax.tree_util.keystr(path),
             closed=callable(leaf),
         )
         for path, leaf in _leaves_with_path(decay)
     ]
-    return jax.tree.unflatten(jax.tree.structure(decay, is_leaf=callable), leaves)
+    treedef = jax.tree.structure(decay, is_leaf=lambda n: callable(n) or is_rate(n))
+    return treedef.unflatten(leaves)
 
 
 def prepared(rate: Rate, dtypes: Iterable[Any]) -> Rate:
@@ -129,7 +132,7 @@ def split(rate: Rate, dtype: Any) -> Split:
 
 def _leaves_with_path(decay: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(
-        decay, is_leaf=lambda node: node is None or callable(node)
+        decay, is_leaf=lambda node: node is None or callable(node) or is_rate(node)
     )[0]
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from emaopt import _checks, _state, _transform
@@ -112,7 +113,7 @@ def _averages(opt_state: Any, which: Any, kinds: Any) -> list[tuple[Any, Any, st
     ]
     if which is None:
         return listed
-    if isinstance(which, int) and not isinstance(which, bool):
+    if isinstance(which, (int, np.integer)) and not isinstance(which, bool):
         chosen = listed[which : which + 1] if which >= 0 else []
     else:
         chosen = [entry for entry in listed if which in _names(entry[0])]

@@ -54,7 +54,7 @@ Outcome = tuple[_state.EmaState, list[jax.Array]]
 
 def sequential(state: _state.EmaState, problem: Problem) -> Outcome:
     """One ``lax.scan`` over the steps, compensated."""
-    if problem.steps == 1 and not __import__("os").environ.get("NOHACK"):
+    if problem.steps == 1:
         run = _first_of_two if problem.inputs.masks is None else _one_and_none
         final, averages = run(state, problem)
         return final, [average[:1] for average in averages]
@@ -188,7 +188,7 @@ def sharded(
 ) -> Outcome:
     """``run`` on the time shard of this device, begun where the shards before end."""
     state = alike(state, problem, without=axes)
-    mine, _ = run(_vary(_state.emptied(state), axes), problem)
+    mine, _ = run(vary_over(_state.emptied(state), axes), problem)
     shards = _gather(mine, axes)
 
     def merge(before: _state.EmaState, shard: _state.EmaState) -> Any:
@@ -215,10 +215,10 @@ def alike(
     sources = [*((own[owner], x) for owner, x in owners), *own, *own]
     new, residuals = [], []
     for leaf, rest, source in zip([*ms, *weights, *powers], left, sources, strict=True):
-        axes = _varies((leaf, rest, source, reset)) - set(without)
-        new.append(_vary(leaf, axes))
-        residuals.append(_vary(rest, axes))
-    count = _vary(state.count, _varies(counted) - set(without))
+        axes = axes_of((leaf, rest, source, reset)) - set(without)
+        new.append(vary_over(leaf, axes))
+        residuals.append(vary_over(rest, axes))
+    count = vary_over(state.count, axes_of(counted) - set(without))
     return _state.rebuilt(state, new, residuals, count)
 
 
@@ -245,7 +245,7 @@ def _number(counted: jax.Array) -> jax.Array:
     return jnp.sum(counted, dtype=jnp.int32)
 
 
-def _varies(tree: Any) -> frozenset[str]:
+def axes_of(tree: Any) -> frozenset[str]:
     """The axes of a mesh, inside ``shard_map``, that any leaf varies over."""
 
     def axes(leaf: Any) -> frozenset[str]:
@@ -255,11 +255,11 @@ def _varies(tree: Any) -> frozenset[str]:
     return frozenset().union(*map(axes, jax.tree.leaves(tree)))
 
 
-def _vary(tree: Any, axes: Any) -> Any:
+def vary_over(tree: Any, axes: Any) -> Any:
     """``tree``, typed to vary over ``axes`` too."""
 
     def vary(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(set(axes) - _varies(leaf)))
+        missing = tuple(sorted(set(axes) - axes_of(leaf)))
         if not missing:
             return leaf
         pvary = getattr(lax, "pvary", None)  # jax 0.7 and 0.8
@@ -279,7 +279,7 @@ def _gather(state: _state.EmaState, axes: Sequence[str]) -> _state.EmaState:
     # In two floats: one would lose digits of a large count.
     count = jnp.stack([state.count >> 12, state.count & 0xFFF]).astype(jnp.float32)
     leaves, treedef = jax.tree.flatten((state._replace(count=None), count))
-    kinds = [(leaf.dtype, _varies(leaf) - set(axes)) for leaf in leaves]
+    kinds = [(leaf.dtype, axes_of(leaf) - set(axes)) for leaf in leaves]
     for kind in dict.fromkeys(kinds):
         chosen = [index for index, other in enumerate(kinds) if other == kind]
         ends = np.cumsum([leaves[index].size for index in chosen])
@@ -310,6 +310,8 @@ def block_size(problem: Problem, state: _state.EmaState) -> int:
 def _by_blocks(state: _state.EmaState, problem: Problem) -> Outcome:
     size = block_size(problem, state) or 16
     count = problem.steps // size
+    if not count:
+        return sequential(state, problem)
     whole = count * size
     values = problem.inputs.values
     if problem.reverse:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from emaopt import _arithmetic, _checks, _decay, _scan, _state
+from emaopt import _arithmetic, _checks, _decay, _methods, _scan, _state
 
 
 class Clock(NamedTuple):
@@ -150,7 +150,9 @@ def relative(
     def series(xs: Any, seen: Any) -> list[jax.Array]:
         means = [] if pairs is None else [(zero, zero) for _ in xs]
         carry = (zero, zero), averages, independent, means
-        return lax.scan(step, carry, (xs, seen, clock))[1]
+        inputs = xs, seen, clock
+        carry = _methods.vary_over(carry, _methods.axes_of(inputs))
+        return lax.scan(step, carry, inputs)[1]
 
     for _ in range(seen.ndim - 1):
         series = jax.vmap(series, in_axes=1, out_axes=1)

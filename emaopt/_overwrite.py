@@ -83,6 +83,7 @@ def overwrite(
     ) -> tuple[optax.Updates, _transform.ParamsEmaState]:
         del extra_args
         _checks.params_given("overwrite", params)
+        _checks.kind_of_state("state", state, _transform.ParamsEmaState)
         new: Any
         updates, new = average.update(updates, state, params)
         before = _checks.matched("params", new.ema.m, params)

@@ -53,6 +53,8 @@ def ema_scan(values: jax.Array, decay: Any) -> dict[str, jax.Array]:
         custom_message="decay: expected a scalar; emaopt.scan takes one for each step.",
     )
     first = jax.ShapeDtypeStruct(values.shape[1:], values.dtype)
+    if len(values):  # a row, which has the sharding of the average
+        first = values[0]
     state = _state.init(first, compensated=True)
     state, corrected = scan(state, values, decay, method="scan")
     return {"final_state": state.m, "corrected": corrected}
@@ -133,6 +135,7 @@ def scan(
     axes = _axes(axis_name)
     if axes:
         _checks.mesh_axis(axis_name)
+    _state.check(state)
     values = _checks.matched("values", state.m, values, time=True)
     _, weights, _, treedef, weightdef = _state.parts(state)
     lead = _checks.time_axis(values, decay, observed, reset)
@@ -222,6 +225,12 @@ def sharded_scan(
     observed, reset = options.pop("observed", None), options.pop("reset", None)
     steps, *_ = _checks.time_axis(leaves, decay, observed, reset)
     _checks.shards(steps, math.prod(mesh.shape[axis] for axis in axes), axis_name)
+    # Known decays in time as rates: as float32 arguments they would lose digits.
+    decay = jax.tree.map(
+        lambda leaf: _decay.resolve(leaf, None) if np.ndim(leaf) else leaf,
+        decay,
+        is_leaf=callable,
+    )
     inputs, treedef = jax.tree.flatten((values, decay, observed, reset))
     # Not the scalars of known value: a decay would lose digits as an argument.
     arrays = {

@@ -276,7 +276,7 @@ def step(
     )
     if masks is not None:
         gaps = [jnp.logical_not(mask) for mask in (*masks, *masks)]
-        kept = [(gap, None) for gap in gaps]
+        kept: list[tuple[Any, Any]] = [(gap, None) for gap in gaps]
         if not hold:
             kept = [
                 _arithmetic.faded(gap, a, b)

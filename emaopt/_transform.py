@@ -87,6 +87,7 @@ def ema(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, _state.EmaState]:
         del params
+        _state.check(state)
         leaves = _checks.matched("updates", state.m, updates)
         rates = _decay.resolve(decay, state.count)
         observed = _all_finite(leaves) if skip_nonfinite else True
@@ -191,6 +192,8 @@ def params_ema(
     ) -> tuple[optax.Updates, ParamsEmaState]:
         del extra_args
         _checks.params_given("params_ema", params)
+        _checks.kind_of_state("state", state, ParamsEmaState)
+        _state.check(state.ema, "state.ema")
         before = _checks.matched("params", state.ema.m, params)
         changes = _checks.matched("updates", state.ema.m, updates, rule="added")
         # Outside the branches, where it is computed for the step itself as well: what

@@ -144,8 +144,9 @@ def uniform(window: int | None = None) -> optax.Schedule:
     Returns:
       A schedule of t, the updates that the average has absorbed (0 at the first),
       any integer or array of them up to 2³¹ − 1; β is float32, 0 at the first
-      update. From 2²⁵ updates on, β rounds to 1: without a window the mean then
-      stands still.
+      update. Rounding it leaves 1 − β right to a part in 2²⁵ / t: the weights are
+      uniform to 1e-3 up to 30,000 updates, and from 2²⁵ on β rounds to 1 and a mean
+      without a window stands still.
 
     Raises:
       ValueError: ``window`` is no whole number or below 1.

@@ -28,7 +28,6 @@ def ema(values, decay, observed=True, unobserved="hold", reset=False):
     values = np.asarray(values)
     kind = np.complex128 if np.iscomplexobj(values) else np.float64
     values = values.astype(kind)
-    steps = values.shape[0]
     decays, observed, resets = (
         np.broadcast_to(
             a.reshape(a.shape + (1,) * (values.ndim - a.ndim)), values.shape

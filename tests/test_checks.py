@@ -324,3 +324,44 @@ def test_traced_decays_out_of_range_are_seen_by_checkify_alone(bad):
     else:
         with pytest.raises(checkify.JaxRuntimeError, match=r"must be in \[0, 1\], got"):
             error.throw()
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (
+            lambda: emaopt.ema(0.9).update(
+                jnp.ones(2), optax.ema(0.9).init(jnp.ones(2))
+            ),
+            r"state: found optax\..*EmaState, expected emaopt",
+        ),
+        (
+            lambda: emaopt.params_ema(0.9).update(
+                jnp.ones(2), emaopt.init(jnp.ones(2)), jnp.ones(2)
+            ),
+            r"state: found emaopt.*\.EmaState, expected emaopt.*ParamsEmaState",
+        ),
+        (
+            lambda: emaopt.corrected(emaopt.params_ema(0.9).init(jnp.ones(2))),
+            r"state: found emaopt.*ParamsEmaState, expected emaopt.*\.EmaState",
+        ),
+    ],
+)
+def test_states_of_another_type(call, found):
+    with pytest.raises(AssertionError, match=found):
+        call()
+
+
+def test_a_state_made_under_vmap_is_not_read_outside():
+    state = jax.vmap(emaopt.init)({"w": jnp.ones((3, 3))})
+    with pytest.raises(
+        AssertionError,
+        match=r"state.weight at \['w'\]: found shape \(3,\), expected \(\) or \(3, 3\)",
+    ):
+        emaopt.corrected(state)
+    assert jax.vmap(emaopt.corrected)(state)["w"].shape == (3, 3)
+
+
+def test_a_complex_accumulator_is_refused():
+    with pytest.raises(ValueError, match="floating-point dtype, got complex64"):
+        emaopt.ema(0.9, accumulator_dtype=jnp.complex64)

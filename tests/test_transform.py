@@ -386,7 +386,7 @@ def test_wrong_options(options, error, found):
         ),
         ({"v": jnp.ones(2)}, r"updates at \['w'\]: found nothing, expected a value"),
         ([jnp.ones(2)], "updates at the root: found a list, expected a dict"),
-        ({"w": jnp.ones(2, "complex64")}, r"found dtype complex64, expected no wider"),
+        ({"w": jnp.ones(2, "complex64")}, r"found dtype complex64, expected real"),
         ({"w": jax.random.split(jax.random.key(0))}, "found dtype key<fry>, expected"),
         ({"w": [1.0, 1.0]}, r"updates at \['w'\]: found a list, expected a leaf"),
         ({"w": None}, r"updates at \['w'\]: found a NoneType, expected a leaf"),
@@ -400,3 +400,10 @@ def test_updates_that_do_not_fit_the_state(updates, found):
             step(updates, state)
     # The state is as it was.
     average.update({"w": jnp.ones(2)}, state)
+
+
+def test_decay_zero_keeps_the_sign_of_a_zero():
+    average = emaopt.ema(0.0)
+    updates = jnp.array([-0.0, 0.0, 5.0])
+    emitted, _ = average.update(updates, average.init(updates))
+    assert np.signbit(emitted).tolist() == [True, False, False]
