@@ -55,7 +55,7 @@ def test_init_under_jit_names_the_leaf_that_is_no_number():
         (bool, "must be a floating-point dtype, got bool"),
         (np.float64, "accumulator_dtype=float64 needs jax_enable_x64, which is off"),
         (float, "accumulator_dtype=float64 needs jax_enable_x64, which is off"),
-        (np.complex128, "accumulator_dtype=complex128 needs jax_enable_x64"),
+        (np.complex128, "floating-point dtype, got complex128"),
     ],
     ids=str,
 )
