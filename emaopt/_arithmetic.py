@@ -97,30 +97,29 @@ def power(rate: _decay.Rate, n: Any) -> _decay.Rate:
 class Span(NamedTuple):
     """What a stretch of steps does to the state before it, in lists.
 
-    Both Π β and its complement are carried: while it is small, the complement holds
-    the digits that count, and products of decays would lose one with each.
+    Π β is carried as two floats: products of single ones would lose a digit with each.
     """
 
     ms: Sequence[jax.Array]  # for each leaf, (n, ...)
     weights: Sequence[jax.Array]  # for each weight, (n, ...), as the next two
     decays: Sequence[jax.Array]  # Π β
-    alphas: Sequence[jax.Array]  # 1 − Π β
+    lows: Sequence[jax.Array]  # what rounding left behind of it
 
 
 def compose(owners: Sequence[int], gaps: bool, earlier: Span, later: Span) -> Span:
     """The span of two consecutive ones, which may have ``gaps``; associative."""
-    decays, alphas, kept = [], [], []
-    for w, p, a, v, q, b in zip(*earlier[1:], *later[1:], strict=True):
-        alpha = a + b * (1 - a)
-        decay = jnp.where(alpha < 0.5, 1 - alpha, p * q)
+    decays, lows, kept = [], [], []
+    for w, p, r, v, q, s in zip(*earlier[1:], *later[1:], strict=True):
+        decay, low = _product_of_powers(p, r, q, s)
+        alpha = (1 - q) - s
         if gaps:
             gap = is_gap(v, q)
             decay = above_zero(gap & is_gap(w, p), decay)
-            low, share = faded(gap, w, q * w)
-            q, b = jnp.where(low, share, q), jnp.where(low, 1 - share, b)
+            faint, share = faded(gap, w, q * w)
+            q, alpha = jnp.where(faint, share, q), jnp.where(faint, 1 - share, alpha)
         decays.append(decay)
-        alphas.append(alpha)
-        kept.append(_decay.Rate(q, b))
+        lows.append(low)
+        kept.append(_decay.Rate(q, alpha))
 
     def onto(owner: int, value: jax.Array, start: jax.Array) -> jax.Array:
         return added(kept[owner].decay, kept[owner].alpha, value, start)
@@ -130,8 +129,32 @@ def compose(owners: Sequence[int], gaps: bool, earlier: Span, later: Span) -> Sp
         [onto(*each) for each in zip(owners, later.ms, earlier.ms, strict=True)],
         [onto(*each) for each in zip(own, later.weights, earlier.weights, strict=True)],
         decays,
-        alphas,
+        lows,
     )
+
+
+@jax.custom_jvp
+def _product_of_powers(p: Any, r: Any, q: Any, s: Any) -> tuple[Any, Any]:
+    """(p + r)·(q + s) as two floats, for powers of decays: between 0 and 1."""
+    p_high, q_high = _high(p), _high(q)
+    p_low, q_low = p - p_high, q - q_high
+    # Each product of halves is exact, and no larger than the sum it is added to.
+    total = p_high * q_high
+    error = p_low * q_low + (p * s + q * r)
+    for product in (p_high * q_low, p_low * q_high):
+        new = total + product
+        error = error + (product - (new - total))
+        total = new
+    new = total + error
+    return new, error - (new - total)
+
+
+@_product_of_powers.defjvp
+def _product_of_powers_jvp(primals: Any, tangents: Any) -> Any:
+    p, _, q, _ = primals
+    d_p, _, d_q, _ = tangents
+    out = _product_of_powers(*primals)
+    return out, (d_p * q + p * d_q, jnp.zeros_like(p))
 
 
 def added(decay: Any, alpha: Any, value: jax.Array, start: jax.Array) -> jax.Array:
@@ -169,6 +192,7 @@ class BlockTables(NamedTuple):
     decay: jax.Array  # β^j for the steps j = 1, 2, ... of the block
     alpha: jax.Array  # 1 − β^j
     kernel: jax.Array  # α·β^(i−j) at [i, j] for j <= i, else 0
+    whole: _decay.Rate  # of the block as one step
 
 
 def block_tables(rate: _decay.Rate, size: int, dtype: Any) -> BlockTables:
@@ -190,18 +214,29 @@ def block_tables(rate: _decay.Rate, size: int, dtype: Any) -> BlockTables:
     impulse = impulse + (jnp.concatenate([none, low[:-1]]) - low)
     age = np.subtract.outer(np.arange(size), np.arange(size))
     kernel = jnp.where(age >= 0, impulse[np.maximum(age, 0)], 0)
-    return BlockTables(high, (1 - high) - low, kernel)
+    # Behind a barrier: else they are computed anew for every block.
+    high, low, alpha, kernel = lax.optimization_barrier(
+        (high, low, (1 - high) - low, kernel)
+    )
+    if rate.static:
+        return BlockTables(high, alpha, kernel, power(rate, size))
+    splits = {np.dtype(dtype).name: _decay.split_sum(high[-1], low[-1])}
+    whole = _decay.Rate(high[-1], alpha[-1], lax.optimization_barrier(splits))
+    return BlockTables(high, alpha, kernel, whole)
 
 
 def block_sums(tables: BlockTables, x: jax.Array) -> jax.Array:
-    """The raw averages (blocks, steps, D) of blocks that begin empty."""
-    return jnp.einsum("ij,kjd->kid", tables.kernel, x, precision=lax.Precision.HIGHEST)
+    """The raw averages (blocks, steps, ...) of blocks that begin empty."""
+    exact = lax.Precision.HIGHEST
+    return jnp.einsum("ij,kj...->ki...", tables.kernel, x, precision=exact)
 
 
 def block_states(tables: BlockTables, x: jax.Array, start: jax.Array) -> jax.Array:
-    """The raw averages of blocks that begin with ``start`` (blocks, 1, D)."""
-    decay, alpha = tables.decay[None, :, None], tables.alpha[None, :, None]
-    return added(decay, alpha, x, start)
+    """The raw averages of blocks that begin with ``start`` (blocks, 1, ...), finite."""
+    ones = (1,) * (x.ndim - 2)
+    decay, alpha = (t.reshape(1, -1, *ones) for t in (tables.decay, tables.alpha))
+    low = alpha < 0.5
+    return (x + jnp.where(low, -alpha, decay) * start) + cast(low, x.dtype) * start
 
 
 @jax.custom_jvp

@@ -110,12 +110,7 @@ def split(rate: Rate, dtype: Any) -> Split:
         low = exact - float(np.asarray(exact, dtype))
         return Split(rate.decay, rate.alpha, coarse, carry, rest, low or None)
     decay = rate.decay.astype(dtype)
-    uint, half, exponent = {
-        4: (np.uint32, 0x0040_0000, 0x7F80_0000),
-        8: (np.uint64, 0x0008_0000_0000_0000, 0x7FF0_0000_0000_0000),
-    }[decay.dtype.itemsize]
-    bits = lax.bitcast_convert_type(decay, uint) + uint(half)
-    coarse = lax.bitcast_convert_type(bits & uint(exponent), decay.dtype)
+    coarse = _power_of_two(decay)
     whole = coarse == 1
     rest = coarse.astype(rate.decay.dtype) - rate.decay
     exact = jnp.where(whole, rate.alpha, rest)
@@ -128,6 +123,41 @@ def split(rate: Rate, dtype: Any) -> Split:
         jnp.where(whole, 0, rest.astype(dtype)),
         None if exact.dtype == dtype else low.astype(dtype),
     )
+
+
+def split_sum(decay: jax.Array, left: jax.Array) -> Split:
+    """``split`` for a decay that is the sum of two floats."""
+    coarse = _power_of_two(decay)
+    whole = coarse == 1
+    rest = coarse - decay  # exact
+    alpha = (1 - decay) - left
+    low = jnp.where(whole, (rest - alpha) - left, -left)
+    return Split(
+        decay, alpha, coarse, whole.astype(decay.dtype), jnp.where(whole, 0, rest), low
+    )
+
+
+def two_floats(rate: Rate, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """β in ``dtype``, what that leaves behind of it, and α."""
+    decay, alpha = jnp.asarray(rate.decay, dtype), jnp.asarray(rate.alpha, dtype)
+    if rate.static:
+        low = rate.decay - float(np.asarray(rate.decay, dtype))
+        return decay, jnp.asarray(low, dtype), alpha
+    # Of a decay below ½ in its own dtype, α is what is rounded.
+    low = jnp.where(
+        rate.decay < 0.5, 0, (1 - decay.astype(rate.decay.dtype)) - rate.alpha
+    )
+    return decay, low.astype(dtype), alpha
+
+
+def _power_of_two(decay: jax.Array) -> jax.Array:
+    """``decay`` rounded to a power of two; 0 stays."""
+    uint, half, exponent = {
+        4: (np.uint32, 0x0040_0000, 0x7F80_0000),
+        8: (np.uint64, 0x0008_0000_0000_0000, 0x7FF0_0000_0000_0000),
+    }[decay.dtype.itemsize]
+    bits = lax.bitcast_convert_type(decay, uint) + uint(half)
+    return lax.bitcast_convert_type(bits & uint(exponent), decay.dtype)
 
 
 def _leaves_with_path(decay: Any) -> list[tuple[Any, Any]]:

@@ -111,7 +111,7 @@ def associative(state: _state.EmaState, problem: Problem) -> Outcome:
     start = _arithmetic.Span(
         *jax.tree.map(lambda leaf: leaf[None], (ms, weights)),
         decays=[jnp.ones_like(p[:1]) for p in spans.decays],
-        alphas=[jnp.zeros_like(p[:1]) for p in spans.decays],
+        lows=[jnp.zeros_like(p[:1]) for p in spans.decays],
     )
     after = compose(start, spans)
     averages = [
@@ -123,7 +123,7 @@ def associative(state: _state.EmaState, problem: Problem) -> Outcome:
     whole = _state.rebuilt(
         empty,
         [*last.ms, *last.weights, *last.decays],
-        _state.left_behind(empty),
+        [*_state.left_behind(empty)[: -len(last.lows)], *last.lows],
         jnp.int32(problem.steps) if counted is None else _number(counted),
     )
     return _state.merge(state, whole), averages
@@ -133,7 +133,7 @@ def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
     """What each single step does to a state."""
     ms, weights, *_ = _state.parts(state)
     values, varying, masks, _, reset = problem.inputs
-    decays, alphas, shares = [], [], []
+    decays, lows, shares = [], [], []
     for owner, weight in enumerate(weights):
         rate = varying[owner] or problem.rates[owner]
         full = problem.steps, *weight.shape
@@ -145,42 +145,66 @@ def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
             )
             return jnp.broadcast_to(part, shape)
 
-        decay, alpha = (spread(jnp.asarray(part, weight.dtype)) for part in rate[:2])
-        share = alpha
+        decay, low, share = map(spread, _decay.two_floats(rate, weight.dtype))
         if masks is not None:
             mask = spread(masks[owner])
-            share = jnp.where(mask, alpha, 0)
+            share = jnp.where(mask, share, 0)
             if problem.hold:
-                decay, alpha = jnp.where(mask, decay, 1), share
+                decay, low = jnp.where(mask, decay, 1), jnp.where(mask, low, 0)
             else:
                 decay = _arithmetic.above_zero(~mask, decay)
         if reset is not None:
-            dropped = spread(reset)
-            decay, alpha = jnp.where(dropped, 0, decay), jnp.where(dropped, 1, alpha)
+            kept = spread(~reset)
+            decay, low = jnp.where(kept, decay, 0), jnp.where(kept, low, 0)
         decays.append(decay)
-        alphas.append(alpha)
+        lows.append(low)
         shares.append(share)
     xs = [
         _arithmetic.scaled(shares[owner], _arithmetic.cast(jnp.asarray(x), m.dtype))
         for owner, x, m in zip(_state.owners_of(state), values, ms, strict=True)
     ]
-    return _arithmetic.Span(xs, shares, decays, alphas)
+    return _arithmetic.Span(xs, shares, decays, lows)
 
 
 def blocked(state: _state.EmaState, problem: Problem) -> Outcome:
-    """Blocks by one triangular product each, and a compensated scan over the blocks.
+    """Blocks by one triangular product each, and a compensated scan over the blocks."""
+    size = block_size(problem, state) or 16
+    count = problem.steps // size
+    if not count or not problem.inputs.values:
+        return sequential(state, problem)
+    whole = count * size
+    values = problem.inputs.values
+    if problem.reverse:
+        values = [jnp.flip(x, 0) for x in values]
 
-    A matrix product is not causal, 0 · inf reaches earlier rows: where a value is not
-    finite, ``sequential`` takes over.
-    """
-    finite = [jnp.all(jnp.isfinite(x)) for x in problem.inputs.values]
-    return lax.cond(
-        jnp.all(jnp.array([True, *finite])),
-        lambda state, inputs: _by_blocks(state, problem._replace(inputs=inputs)),
-        lambda state, inputs: sequential(state, problem._replace(inputs=inputs)),
-        state,
-        problem.inputs,
-    )
+    def part(start: int, stop: int) -> Problem:
+        inputs = problem.inputs._replace(values=[x[start:stop] for x in values])
+        return problem._replace(inputs=inputs, steps=stop - start, reverse=False)
+
+    ms, *_ = _state.parts(state)
+    # A trailing axis of one element would keep the compiler from using vectors.
+    shapes = [(count, size, *[m.size] * (m.size != 1)) for m in ms]
+    blocks = [
+        _arithmetic.cast(jnp.asarray(x[:whole]), m.dtype).reshape(shape)
+        for x, m, shape in zip(values, ms, shapes, strict=True)
+    ]
+
+    def in_order(state: _state.EmaState) -> Outcome:
+        final, averages = sequential(state, part(0, whole))
+        pairs = zip(averages, ms, strict=True)
+        return final, [_arithmetic.cast(a, m.dtype).ravel() for a, m in pairs]
+
+    final, averages = _state.blocks(state, blocks, problem.rates, in_order)
+    averages = [
+        _arithmetic.cast(a, _checks.output_dtype(x)).reshape(whole, *m.shape)
+        for a, x, m in zip(averages, values, ms, strict=True)
+    ]
+    if whole < problem.steps:
+        final, tail = sequential(final, part(whole, problem.steps))
+        averages = [jnp.concatenate(both) for both in zip(averages, tail, strict=True)]
+    if problem.reverse:
+        averages = [jnp.flip(a, 0) for a in averages]
+    return final, averages
 
 
 def sharded(
@@ -304,41 +328,7 @@ def _all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def block_size(problem: Problem, state: _state.EmaState) -> int:
     """The steps in a block: 32 for narrow leaves, 16 for wider ones, 0 for wide."""
     widest = max((math.prod(m.shape) for m in _state.parts(state)[0]), default=0)
-    return 32 if widest <= 4 else 16 if widest <= 16 else 0
-
-
-def _by_blocks(state: _state.EmaState, problem: Problem) -> Outcome:
-    size = block_size(problem, state) or 16
-    count = problem.steps // size
-    if not count:
-        return sequential(state, problem)
-    whole = count * size
-    values = problem.inputs.values
-    if problem.reverse:
-        values = [jnp.flip(x, 0) for x in values]
-    ms, *_ = _state.parts(state)
-    blocks = [
-        _arithmetic.cast(jnp.asarray(x[:whole]), m.dtype).reshape(
-            count, size, math.prod(m.shape)
-        )
-        for x, m in zip(values, ms, strict=True)
-    ]
-    final, averages = _state.blocks(state, blocks, problem.rates, count, size)
-    averages = [
-        _arithmetic.cast(a, _checks.output_dtype(x)).reshape(whole, *m.shape)
-        for a, x, m in zip(averages, values, ms, strict=True)
-    ]
-    if whole < problem.steps:
-        rest = problem._replace(
-            inputs=problem.inputs._replace(values=[x[whole:] for x in values]),
-            steps=problem.steps - whole,
-            reverse=False,
-        )
-        final, tail = sequential(final, rest)
-        averages = [jnp.concatenate(both) for both in zip(averages, tail, strict=True)]
-    if problem.reverse:
-        averages = [jnp.flip(a, 0) for a in averages]
-    return final, averages
+    return 32 if widest <= 2 else 16 if widest <= 8 else 0
 
 
 def _averages(state: _state.EmaState, problem: Problem) -> list[jax.Array]:

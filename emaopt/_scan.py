@@ -98,8 +98,8 @@ def scan(
         ``lax.associative_scan`` of log T depth, for accelerators; "blocked", blocks by
         one small triangular matrix product each (a constant decay; no mask, no reset;
         real values; not split bit for bit); "auto", "blocked" on CPU for a constant
-        decay, leaves of at most 16 elements a step, and T >= 100,000, else "scan":
-        measured on two CPU cores, where "blocked" takes 0.2 to 0.5 of the time of
+        decay, leaves of at most 8 elements a step, and T >= 30,000, else "scan":
+        measured on two CPU cores, where "blocked" takes 0.1 to 0.9 of the time of
         "scan" there, and "associative" loses everywhere.
       axis_name: inside ``jax.shard_map``, the mesh axis, or a tuple of axes, that time
         is sharded over, in order; ``state`` is replicated over it. Costs one all-gather
@@ -313,7 +313,7 @@ def _chosen(method: str, state: _state.EmaState, problem: _methods.Problem) -> A
         _checks.blocked_applies(possible)
     if method == "auto":
         narrow = possible and _methods.block_size(problem, state) > 0
-        fast = narrow and problem.steps >= 100_000 and jax.default_backend() == "cpu"
+        fast = narrow and problem.steps >= 30_000 and jax.default_backend() == "cpu"
         method = "blocked" if fast else "scan"
     return {
         "scan": _methods.sequential,

@@ -5,7 +5,7 @@ x = 1) and the decay power (of x = 0, from 1), each with what rounding left behi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -511,58 +511,66 @@ def blocks(
     state: EmaState,
     values: Sequence[jax.Array],
     rates: Sequence[_decay.Rate],
-    count: int,
-    size: int,
+    otherwise: Callable[[EmaState], tuple[EmaState, list[jax.Array]]],
 ) -> tuple[EmaState, list[jax.Array]]:
-    """Averages ``count`` blocks of ``size`` steps at constant rates.
+    """Averages blocks of steps at constant rates, by matrix products.
 
-    The values are (count, size, D), a leaf of ``m`` flattened to D; the corrected
-    averages come back in that shape.
+    The values are (blocks, steps, D), a leaf of ``m`` flattened to D, or (blocks,
+    steps); the corrected averages come back flat (each shape would bring a layout of
+    its own through the branch, and a copy). A matrix product is not causal, 0 · inf reaches
+    earlier rows: where a sum is not finite, what ``otherwise`` returns.
     """
     ms, weights, *_ = parts(state)
     owners = owners_of(state)
+    count, size, *_ = values[0].shape
     kinds = [(owner, m.dtype) for owner, m in zip(owners, ms, strict=True)]
     kinds += [(owner, w.dtype) for owner, w in enumerate(weights)]
     tables = {
         (owner, dtype): _arithmetic.block_tables(rates[owner], size, dtype)
         for owner, dtype in kinds
     }
-    # Behind a barrier: else they are computed anew for every block.
-    tables = lax.optimization_barrier(tables)
+    whole = [tables[owner, w.dtype].whole for owner, w in enumerate(weights)]
+    for (owner, _), table in tables.items():
+        if not table.whole.static:
+            splits = whole[owner].splits | table.whole.splits
+            whole[owner] = whole[owner]._replace(splits=splits)
     sums = [
         _arithmetic.block_sums(tables[owner, x.dtype], x)
         for owner, x in zip(owners, values, strict=True)
     ]
-    whole = [
-        _decay.Rate(table.decay[-1], table.alpha[-1])
-        for table in (tables[o, w.dtype] for o, w in enumerate(weights))
-    ]
-    whole = prepared(state, whole)
-
-    def body(carry: EmaState, ends: Any) -> Any:
-        after = step(carry, ends, whole)
-        return after, (jax.tree.leaves(carry.m), jax.tree.leaves(carry.weight))
-
+    # Into the last row of a block go all its values.
     ends = [
         (x[:, -1] / tables[owner, x.dtype].alpha[-1]).reshape(count, *m.shape)
         for owner, x, m in zip(owners, sums, ms, strict=True)
     ]
-    final, both = lax.scan(body, state, ends, length=count)
-    starts, start_weights = jax.tree.map(
-        lambda start: start.reshape(count, 1, math.prod(start.shape[1:])), both
-    )
-    within = []
-    for owner, (w, start) in enumerate(zip(weights, start_weights, strict=True)):
-        table = tables[owner, w.dtype]
-        ones = table.alpha[None, :, None]
-        within.append(_arithmetic.block_states(table, ones, start))
-    averages = [
-        _arithmetic.ratio(
-            _arithmetic.block_states(tables[owner, x.dtype], x, start), within[owner]
-        )
-        for owner, x, start in zip(owners, sums, starts, strict=True)
-    ]
-    return final._replace(count=total(state.count, np.int32(count * size))), averages
+
+    def body(carry: EmaState, end: Any) -> Any:
+        after = step(carry, end, whole)
+        return after, (jax.tree.leaves(carry.m), jax.tree.leaves(carry.weight))
+
+    def carried(state: EmaState) -> tuple[EmaState, list[jax.Array]]:
+        final, (starts, start_weights) = lax.scan(body, state, ends, unroll=2)
+        averages = []
+        for owner, x, start in zip(owners, sums, starts, strict=True):
+            w, w_start = weights[owner], start_weights[owner]
+            # As (blocks, steps) or (blocks, steps, elements), like the values.
+            shape = (math.prod(w.shape),) if x.ndim == 3 else ()
+            table = tables[owner, w.dtype]
+            ones = table.alpha.reshape(1, size, *[1] * len(shape))
+            within = _arithmetic.block_states(
+                table, ones, w_start.reshape(count, 1, *shape)
+            )
+            m = _arithmetic.block_states(
+                tables[owner, x.dtype], x, start.reshape(count, 1, *x.shape[2:])
+            )
+            averages.append(
+                lax.optimization_barrier(_arithmetic.ratio(m, within)).ravel()
+            )
+        steps = total(state.count, np.int32(count * size))
+        return final._replace(count=steps), averages
+
+    finite = [jnp.all(jnp.isfinite(x)) for x in [*ends, *ms, *weights]]
+    return lax.cond(jnp.all(jnp.array(finite)), carried, otherwise, state)
 
 
 def total(count: jax.Array, more: Any) -> jax.Array:
