@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint types docs notebooks bench accuracy clean
+.PHONY: help test demo lint types docs notebooks bench guard accuracy clean
 .SECONDARY:
 
 help:  ## list the targets
@@ -25,7 +25,8 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "error: PYTHON=$(PYTHON) lacks venv or ensurepip; on Debian and Ubuntu" \
 	    "install python3-venv, or pass another PYTHON=." >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@# An environment that works is used as it is; what is left of one is made anew.
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 # One stamp for each extra of pyproject.toml: what is installed is not asked for again.
@@ -54,6 +55,9 @@ notebooks: $(VENV)/.stamp-test  ## execute the notebooks of examples/
 
 bench: $(VENV)/.stamp-bench  ## measure speed against other libraries
 	$(BIN)/python -m benchmarks
+
+guard: $(VENV)/.stamp-test  ## fail if speed is lost against lax.scan and optax.ema
+	$(BIN)/python -m benchmarks.guard
 
 accuracy: $(VENV)/.stamp-test  ## measure rounding errors; the docs plot them
 	$(BIN)/python docs/accuracy.py

@@ -89,7 +89,8 @@ def main() -> list[timing.Row]:
             {"lax.scan": _gradient(plain, x)},
             {"lax.scan": target},
         )
-    rows += _masked(rng)
+    for steps, width in [(1_000_000, 1), (100_000, 64), (10_000, 1024)]:
+        rows += _masked(rng, steps, width)
     return rows
 
 
@@ -108,12 +109,12 @@ def _gradient(function: Any, x: jax.Array) -> Any:
     return lambda: compiled(x, decay)
 
 
-def _masked(rng: np.random.Generator) -> list[timing.Row]:
+def _masked(rng: np.random.Generator, steps: int, width: int) -> list[timing.Row]:
     """A tenth of the values missing, against pandas and a plain lax.scan."""
     import pandas as pd
 
-    x = rng.normal(size=(100_000, 64)).astype(np.float32)
-    seen = rng.uniform(size=100_000) < 0.9
+    x = rng.normal(size=(steps, width)).astype(np.float32)
+    seen = rng.uniform(size=steps) < 0.9
     x[~seen] = np.nan
     frame, values, mask = pd.DataFrame(x), jnp.asarray(x), jnp.asarray(seen)
 
@@ -135,7 +136,7 @@ def _masked(rng: np.random.Generator) -> list[timing.Row]:
     mine, theirs = jax.jit(hold), jax.jit(by_hand)
     window = frame.ewm(alpha=1 - DECAY, ignore_na=True)
     return timing.compare(
-        "masked scan 100,000 x 64",
+        f"masked scan {steps:,} x {width}",
         lambda: mine(values, mask),
         {"pandas": lambda: window.mean(), "lax.scan": lambda: theirs(values, mask)},
     )

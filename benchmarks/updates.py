@@ -78,6 +78,36 @@ class Adam:
         return self.params, self.state
 
 
+class Nnx:
+    """The step params + updates and ``nnx.EMA``, by ``nnx.jit``, donated."""
+
+    def __init__(self, params: int, leaves: int):
+        """Makes the model and its average."""
+        from flax import nnx
+
+        class Model(nnx.Module):
+            def __init__(self) -> None:
+                for i in range(leaves):
+                    setattr(self, f"w{i}", nnx.Param(jnp.full(params // leaves, 1.0)))
+
+        self.model = Model()
+        self.average = nnx.EMA(self.model, DECAY)
+        self.updates = [jnp.full(params // leaves, 1e-3) for _ in range(leaves)]
+
+        def step(model: Any, average: Any, updates: Any) -> None:
+            for i, update in enumerate(updates):
+                param = getattr(model, f"w{i}")
+                param[...] = param[...] + update
+            average.update(model)
+
+        self.step = nnx.jit(step, donate_argnums=(0, 1))
+
+    def __call__(self) -> Any:
+        """One step."""
+        self.step(self.model, self.average, self.updates)
+        return self.average.params
+
+
 def main() -> list[timing.Row]:
     """All rows of updates."""
     rows = []
@@ -94,7 +124,9 @@ def main() -> list[timing.Row]:
             if not options:
                 peers["optax.ema"] = Loop(optax.ema(DECAY), params, leaves, emits=True)
                 peers["an Adam step"] = Adam(params, leaves)
-                peers |= _torch(params, leaves) if leaves <= 100 else {}
+                if leaves <= 100:  # both loop over leaves in Python, at every call
+                    peers["nnx.EMA"] = Nnx(params, leaves)
+                    peers |= _torch(params, leaves)
             work = f"{name}, {params // 1_000_000} M in {leaves:,} leaves"
             found = timing.compare(work, ours, peers, seconds=8)
             for row in found:

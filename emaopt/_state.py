@@ -516,9 +516,9 @@ def blocks(
     """Averages blocks of steps at constant rates, by matrix products.
 
     The values are (blocks, steps, D), a leaf of ``m`` flattened to D, or (blocks,
-    steps); the corrected averages come back flat (each shape would bring a layout of
-    its own through the branch, and a copy). A matrix product is not causal, 0 · inf reaches
-    earlier rows: where a sum is not finite, what ``otherwise`` returns.
+    steps); the corrected averages come back flat: each shape would bring a layout of
+    its own through the branch, and a copy. A matrix product is not causal, 0 · inf
+    reaches earlier rows: where a sum is not finite, what ``otherwise`` returns.
     """
     ms, weights, *_ = parts(state)
     owners = owners_of(state)

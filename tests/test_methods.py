@@ -16,7 +16,7 @@ T, D = 16, 2
 
 
 def columns(steps, rng):
-    """Noise, a constant, a drift, and values over 12 decades, at random and in order."""
+    """Noise, a constant, a drift, and 12 decades at random and in falling order."""
     t = np.arange(steps) / steps
     signs = rng.choice([-1.0, 1.0], steps)
     return np.float32(
@@ -50,26 +50,30 @@ averages_known = jax.jit(run, static_argnames=("decay", "method"))
 # Bounds.
 
 
-@pytest.mark.parametrize(
-    "steps", [3_000, pytest.param(100_000, marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_bound_at_any_decay(method, steps, rng):
-    x = columns(steps, rng)
-    decays = np.float32([*DECAYS[1:], 0.03, 0.49999, 0.75, 0.9375, 0.9993])
-    for decay in decays:
-        found = averages(x, decay, method)
-        error = ulps(found, x, decay).max(axis=0)
+def test_the_bound_at_any_decay(method, rng):
+    x = columns(3_000, rng)
+    for decay in np.float32([*DECAYS[1:], 0.03, 0.49999, 0.75, 0.9375, 0.9993]):
+        error = ulps(averages(x, decay, method), x, decay).max(axis=0)
         np.testing.assert_array_less(error, BOUND[method], err_msg=f"decay {decay}")
-    for decay in (0.7, 0.999, 0.999999):
-        error = ulps(averages_known(x, decay, method), x, decay).max(axis=0)
+    error = ulps(averages_known(x, 0.999, method), x, 0.999).max(axis=0)
+    np.testing.assert_array_less(error, BOUND[method])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bound_where_the_past_outweighs_the_present(method, rng):
+    # What is left of the first values is 1e-5 of them, and as large as the last.
+    x = columns(100_000, rng)
+    for decay in np.float32([0.999, 0.9999]):
+        error = ulps(averages(x, decay, method), x, decay).max(axis=0)
         np.testing.assert_array_less(error, BOUND[method], err_msg=f"decay {decay}")
 
 
 @pytest.mark.parametrize("fine", [False, True], ids=["by step", "by element"])
 @pytest.mark.parametrize("method", ["scan", "associative"])
 def test_the_bound_where_decays_vary(method, fine, rng):
-    x = columns(2_000, rng)
+    x = columns(500, rng)
     shape = x.shape if fine else x.shape[:1]
     decays = np.float32(1 - 10 ** rng.uniform(-6.5, 0, shape))
     decays[rng.uniform(size=shape) < 0.01] = 0
@@ -111,10 +115,9 @@ def test_the_ends_of_the_range(method, rng):
 def test_the_final_state(method, rng):
     x = columns(3_000, rng)
     start = emaopt.init(x[0], compensated=True)
+    run = jax.jit(functools.partial(emaopt.scan, method=method))
     for decay in np.float32([0.9, 0.999, 0.999999]):
-        state, _ = jax.jit(functools.partial(emaopt.scan, method=method))(
-            start, x, decay
-        )
+        state, _ = run(start, x, decay)
         expected, size = ema(x, decay), ema(np.abs(x), decay)
         error = np.abs(state.m - expected.m[-1]) / (ULP * size.m[-1])
         assert error.max() < BOUND[method]
@@ -239,8 +242,7 @@ def test_blocks_of_any_length_and_width(width, steps, rng):
         assert state.count == steps + 1
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("bad", "reverse"), [(-np.inf, False), (np.nan, True)])
 def test_blocks_do_not_reach_back(bad, reverse, rng):
     x = rng.normal(size=(70, 2)).astype(np.float32)
     x[40, 1] = bad
