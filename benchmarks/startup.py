@@ -20,19 +20,27 @@ _STATIC = ("every", "start")
 def main() -> list[timing.Row]:
     """All rows of what happens before the first step."""
     rows = []
+    plain, inject = optax.ema(0.999), optax.inject_hyperparams
+    known = emaopt.params_ema(0.999)
+    traced = inject(emaopt.params_ema, static_args=_STATIC)(decay=0.999)
     for leaves in (10, 100, 1_000):
-        traced = optax.inject_hyperparams(emaopt.params_ema, static_args=_STATIC)
-        known_at_most, traced_at_most = (1.3, 1.6) if leaves == 1_000 else (None, None)
+        limits = (1.3, 1.6) if leaves == 1_000 else (None, None)
+        work = f"trace and compile {leaves:,} leaves, "
         rows += [
-            compiled(leaves, "Python decay", emaopt.params_ema(0.999), known_at_most),
-            compiled(leaves, "traced decay", traced(decay=0.999), traced_at_most),
+            compiled(work + "Python decay", leaves, known, plain, limits[0]),
+            compiled(work + "traced decay", leaves, traced, plain, limits[1]),
         ]
+    theirs = inject(optax.ema)(decay=0.999)
+    row = compiled(work + "both traced", leaves, traced, theirs, None)
+    rows.append(row._replace(peer="optax.ema, traced"))
     rows.append(_first_call())
     rows.append(_imported())
     return rows
 
 
-def compiled(leaves: int, kind: str, average: Any, target: float | None) -> timing.Row:
+def compiled(
+    work: str, leaves: int, average: Any, plain: Any, at_most: float | None
+) -> timing.Row:
     """Processor time to trace and compile a step, against optax.ema in its place."""
     params = {f"layer_{i}": jnp.ones((8, 8)) for i in range(leaves)}
 
@@ -47,12 +55,9 @@ def compiled(leaves: int, kind: str, average: Any, target: float | None) -> timi
         jax.jit(step).lower(params, state, params).compile()
         return time.process_time() - start
 
-    plain = optax.ema(0.999)
     seconds(average), seconds(plain)
     pairs = [(seconds(average), seconds(plain)) for _ in range(5)]
-    return _row(
-        f"trace and compile {leaves:,} leaves, {kind}", "optax.ema", pairs, target
-    )
+    return _row(work, "optax.ema", pairs, at_most)
 
 
 def _first_call() -> timing.Row:

@@ -103,13 +103,12 @@ def relative(
     average of 2·share / (1 + share) with the decay share² is 1 − Σ v², with no
     cancellation. Deviations are from means that are kept as two floats.
     """
-    dtype = xs[0].dtype
-    zero = jnp.zeros((), _checks.real_dtype(dtype))
+    # The sum over at most one step: zeros in the shape and the sharding of a step.
+    row = jnp.sum(jnp.zeros_like(xs[0][:1]), 0)
+    zero = jnp.real(row)
     one = zero + 1
-    averaged = xs if pairs is None else pairs
-    scalar = jax.ShapeDtypeStruct((), dtype)
-    averages = _state.init([scalar] * len(averaged), compensated=True)
-    independent = _state.init([] if bias else [scalar], compensated=True)
+    averages = [(row, row)] * len(xs if pairs is None else pairs) + [(zero, zero)]
+    independent = [] if bias else [(zero, zero)] * 2
 
     def step(carry: Any, inputs: Any) -> tuple[Any, list[jax.Array]]:
         weight, averages, independent, means = carry
@@ -122,8 +121,8 @@ def relative(
             old, new = (now - 1) + left, one
             weight = now, left
         else:
-            old, new = now, clock.alpha
-            new = (1 - old) - left if new is None else new
+            old = now
+            new = (1 - old) - left if clock.alpha is None else zero + clock.alpha
             weight = _choose(seen, (one, zero), (now, left))
         if ignore_na:
             weight = _choose(seen, weight, carry[0])
@@ -139,24 +138,40 @@ def relative(
                 for (m, r), shift in zip(means, shifts, strict=True)
             ]
             means = _choose(seen, moved, means)
-        averages = _state.advance(averages, values, rate, seen)
+        averages = _advance(averages, [*values, one], rate, seen)
         if not bias:
             squared = _decay.Rate(rate.decay**2, rate.alpha * (1 + rate.decay))
             value = 2 * rate.decay / (1 + rate.decay)
-            independent = _state.advance(independent, [value], squared, seen)
-        out = [*_state.corrected(averages), *_state.corrected(independent)]
+            independent = _advance(independent, [value, one], squared, seen)
+        out = [*_corrected(averages), *_corrected(independent)]
         return (weight, averages, independent, means), out
 
-    def series(xs: Any, seen: Any) -> list[jax.Array]:
-        means = [] if pairs is None else [(zero, zero) for _ in xs]
-        carry = (zero, zero), averages, independent, means
-        inputs = xs, seen, clock
-        carry = _methods.vary_over(carry, _methods.axes_of(inputs))
-        return lax.scan(step, carry, inputs)[1]
+    means = [] if pairs is None else [(zero, zero) for _ in xs]
+    carry = (zero, zero), averages, independent, means
+    inputs = xs, seen, clock
+    carry = _methods.vary_over(carry, _methods.axes_of(inputs))
+    return lax.scan(step, carry, inputs)[1]
 
-    for _ in range(seen.ndim - 1):
-        series = jax.vmap(series, in_axes=1, out_axes=1)
-    return series(xs, seen)
+
+def _advance(
+    averages: list[tuple[Any, Any]], values: list[jax.Array], rate: Any, seen: jax.Array
+) -> list[tuple[Any, Any]]:
+    """A step of averages that are two floats each, at one rate, where ``seen``."""
+    rate = _decay.prepared(rate, [rate.decay.dtype])
+    moved = []
+    for (m, r), x in zip(averages, values, strict=True):
+        xs = [_arithmetic.where(seen, x, 0)]
+        # One by one: `recur` has the large ones of a call wait for each other.
+        (new,), (left,) = _arithmetic.recur([rate], [0], [m], [r], xs, None)
+        moved.append((new, left))
+    return _choose(seen, moved, averages)
+
+
+def _corrected(averages: list[tuple[Any, Any]]) -> list[jax.Array]:
+    """The averages but the last, over the last, which is that of 1."""
+    return [
+        _arithmetic.mean(m, r, *averages[-1], empty=jnp.nan) for m, r in averages[:-1]
+    ]
 
 
 def _moved(mean: jax.Array, by: jax.Array) -> tuple[jax.Array, jax.Array]:
