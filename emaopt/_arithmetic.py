@@ -40,7 +40,7 @@ def faded(gap: Any, old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Arra
     large = old > least
     # A power of two: average and weight keep all their digits.
     share = _leading(least / jnp.where(large, old, least))
-    return gap & (new < least), lax.stop_gradient(share)
+    return gap & (new < least) & (old != 0), lax.stop_gradient(share)
 
 
 def kept(when: Any, share: Any, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ def _product_of_powers_jvp(primals: Any, tangents: Any) -> Any:
     p, _, q, _ = primals
     d_p, _, d_q, _ = tangents
     out = _product_of_powers(*primals)
-    return out, (d_p * q + p * d_q, jnp.zeros_like(p))
+    return out, (d_p * q + p * d_q, jnp.zeros_like(out[1]))
 
 
 def added(decay: Any, alpha: Any, value: jax.Array, start: jax.Array) -> jax.Array:

@@ -10,9 +10,11 @@ import pytest
 
 import emaopt
 
-TOLERANCE = {np.float32: 1e-6, np.float64: 1e-12}
-STEPS, SECOND = 9, 10**9  # a half-life of a second, and times in nanoseconds
 FUNCTIONS = ("mean", "var", "std", "cov", "corr")
+TOLERANCE = {np.float32: 1e-6, np.float64: 1e-12}
+# The half-lives of a step, of which rounding costs a weight their number in ulp.
+LONGEST = {np.float32: 1, np.float64: 7}
+STEPS, HALFLIFE = 9, 10**9
 
 # Eighths are exact in both dtypes.
 NUMBERS = st.integers(-800, 800).map(lambda n: n / 8)
@@ -20,97 +22,139 @@ MISSING = st.sampled_from([np.nan, np.inf, -np.inf])
 ARRAYS = hypothesis.extra.numpy.arrays(
     np.float64, (2, STEPS), elements=st.one_of(NUMBERS, NUMBERS, MISSING)
 )
-# Steps of up to ten half-lives, the sum of which leaves float32 room below a weight,
-# and of thousands, which leave no weight at all in either dtype.
-GAPS = st.lists(
-    st.just(0)
-    | st.floats(0, 10).map(lambda k: int(10**k))
-    | st.integers(1, 10 * SECOND)
-    | st.floats(12.4, 18).map(lambda k: int(10**k)),
-    min_size=STEPS,
-    max_size=STEPS,
-)
+# Times in three forms, with a half-life; the unit of integers is 1e-9 half-lives.
+# The dates are early ones: pandas rounds them to float64, before it subtracts them.
+FORMS = {
+    "dates": lambda ns: (
+        np.datetime64("1970-01-01", "ns") + ns.astype("timedelta64[ns]"),
+        np.timedelta64(1, "s"),
+    ),
+    "integers": lambda ns: (ns, HALFLIFE),
+    "floats": lambda ns: (ns / 1e6 - 1e4, 1e3),
+}
 FLAGS = {"adjust": st.booleans(), "ignore_na": st.booleans()}
-X64 = pytest.mark.usefixtures("x64")
-SHARED = [hypothesis.HealthCheck.function_scoped_fixture]
+OPTIONS = st.fixed_dictionaries({**FLAGS, "bias": st.booleans()})
 
 
-def kinds_of_times(gaps):
-    """The same times in all that times may be, with half-lives."""
-    passed = np.cumsum(np.array(gaps, np.int64))
-    dates = np.datetime64("1700-01-01", "ns") + passed.astype("timedelta64[ns]")
-    return {
-        "dates": (dates, np.timedelta64(1, "s")),
-        "integers": (passed, SECOND),
-        "floats": (passed / SECOND - 3, 1.0),
-    }
+def times_of(longest):
+    """Times with steps of no length, of a billionth of a half-life and up."""
+    most = longest * HALFLIFE
+    powers = st.floats(0, np.log10(most)).map(lambda k: int(10**k))
+    gap = st.one_of(st.just(0), powers, st.integers(1, most))
+    gaps = st.lists(gap, min_size=STEPS, max_size=STEPS)
+    return gaps.map(lambda gaps: np.cumsum(np.array(gaps, np.int64)))
 
 
-def run(name, x, y, **options):
+def run(name, x, y, *, bias, **options):
     """One of the five functions, given what it takes."""
-    if name in ("mean", "corr"):
-        options.pop("bias", None)
+    if name in ("var", "std", "cov"):
+        options["bias"] = bias
     arrays = (x, y) if name in ("cov", "corr") else (x,)
     return np.asarray(getattr(emaopt, f"ewm_{name}")(*arrays, **options))
 
 
-def by_definition(name, x, y, times, halflife, least, adjust, ignore_na, bias):
-    """A moment, and the size to measure errors against."""
+def by_definition(name, x, y, times, halflife, *, adjust, ignore_na, bias):
+    """A moment, the size to measure errors against, and what has been seen."""
     seen = np.isfinite(x) & (np.isfinite(y) if name in ("cov", "corr") else True)
     halflives = np.diff(times, prepend=times[:1]) / halflife
-    # What is gone since the last value, of which 1 − 0.5^halflives has no digits.
+    # What is gone since the last value; 1 − 0.5^halflives would have lost its digits.
     gone, passed = np.ones(len(x)), np.inf
     for t in range(len(x)):
         passed += halflives[t] if seen[t] or not ignore_na else 0
         gone[t] = -np.expm1(-np.log(2) * passed)
         passed = 0 if seen[t] else passed
     flags = {"adjust": adjust, "ignore_na": ignore_na, "rest": gone}
-    value, size, _ = oracles.ewm(name, x, y, 0.5**halflives, bias=bias, **flags)
-    return np.where(np.cumsum(seen) < least, np.nan, value), size
+    value, size, _ = oracles.ewm(name, x, y, 0.5**halflives, bias, **flags)
+    return value, size, np.cumsum(seen)
 
 
 def assert_close(found, expected, bound):
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
     there = ~np.isnan(expected)
     error = np.abs(found.astype(np.float64) - expected)
-    assert (error <= bound)[there].all(), (found, expected, error / bound)
+    assert (error <= bound)[there].all(), (found, expected, bound)
 
 
-def check(dtype, names, arrays, gaps, kind, least, options):
+def check(dtype, arrays, times, halflife, options, least=0, names=FUNCTIONS):
     x, y = arrays
-    times, halflife = kinds_of_times(gaps)[kind]
+    given = x.astype(dtype), y.astype(dtype)
+    how = {"times": times, "halflife": halflife, "min_periods": least}
     for name in names:
-        found = run(
-            name,
-            x.astype(dtype),
-            y.astype(dtype),
-            times=times,
-            halflife=halflife,
-            min_periods=least,
-            **options,
-        )
+        found = run(name, *given, **how, **options)
+        value, size, count = by_definition(name, x, y, times, halflife, **options)
         assert found.dtype == dtype
-        value, size = by_definition(name, x, y, times, halflife, least, **options)
+        value = np.where(count < least, np.nan, value)
         assert_close(found, value, TOLERANCE[dtype] * size)
 
 
-KINDS = st.sampled_from(sorted(kinds_of_times([])))
-GIVEN = hypothesis.given(
+@pytest.mark.slow
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(
     ARRAYS,
-    GAPS,
-    KINDS,
+    times_of(LONGEST[np.float32]),
+    st.sampled_from(sorted(FORMS)),
+    OPTIONS,
     st.integers(0, 4),
-    st.fixed_dictionaries({**FLAGS, "bias": st.booleans()}),
 )
+def test_the_definition_in_float32(arrays, times, form, options, least):
+    check(np.float32, arrays, *FORMS[form](times), options, least)
 
 
-@hypothesis.settings(max_examples=200)
-@GIVEN
-def test_float32(arrays, gaps, kind, least, options):
-    check(np.float32, FUNCTIONS, arrays, gaps, kind, least, options)
+@pytest.mark.slow
+@hypothesis.settings(
+    max_examples=150,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    ARRAYS,
+    times_of(LONGEST[np.float64]),
+    st.sampled_from(sorted(FORMS)),
+    OPTIONS,
+    st.integers(0, 4),
+)
+def test_the_definition_in_float64(x64, arrays, times, form, options, least):
+    check(np.float64, arrays, *FORMS[form](times), options, least)
 
 
-@hypothesis.settings(max_examples=200, suppress_health_check=SHARED)
-@GIVEN
-def test_float64(x64, arrays, gaps, kind, least, options):
-    check(np.float64, FUNCTIONS, arrays, gaps, kind, least, options)
+@hypothesis.settings(
+    max_examples=60,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    ARRAYS,
+    st.lists(st.integers(0, 50), min_size=STEPS, max_size=STEPS),
+    st.fixed_dictionaries(FLAGS),
+    st.integers(0, 4),
+)
+def test_means_of_dates_as_in_pandas(x64, arrays, gaps, flags, least):
+    """In tenths of a half-life, of whose decay 1 − β has the digits."""
+    times, halflife = FORMS["dates"](np.cumsum(gaps) * (HALFLIFE // 10))
+    window = {"times": times, "halflife": halflife, "min_periods": least, **flags}
+    for x in arrays:
+        found = np.asarray(emaopt.ewm_mean(x, **window))
+        reference = pd.Series(x).ewm(**window).mean().to_numpy()
+        _, size, _ = by_definition("mean", x, x, times, halflife, bias=True, **flags)
+        assert_close(found, reference, TOLERANCE[np.float64] * size)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("halflives", [2000, 10**9])
+def test_nothing_is_left_in_a_mean_past_a_long_gap(rng, form, halflives):
+    arrays = rng.integers(-800, 800, (2, STEPS)) / 8
+    arrays[:, [2, 6]] = np.nan
+    gaps = np.full(STEPS, HALFLIFE // 2)
+    gaps[5] = halflives * HALFLIFE
+    for adjust in (True, False):
+        options = {"adjust": adjust, "ignore_na": False, "bias": True}
+        times = FORMS[form](np.cumsum(gaps))
+        check(np.float32, arrays, *times, options, names=("mean",))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("adjust", [True, False])
+def test_short_sequences(steps, adjust):
+    arrays = np.array([[3.0, 1.0], [-1.0, 2.5]])[:, :steps]
+    options = {"adjust": adjust, "ignore_na": False, "bias": adjust}
+    times = np.array([7, 7 + HALFLIFE // 3])[:steps]
+    for form in FORMS.values():
+        check(np.float32, arrays, *form(times), options)

@@ -77,9 +77,10 @@ def assert_right(found, values, decay, observed=True, reset=False, **options):
     state, averages = found
     assert_near(averages[order], exact.corrected, size.corrected)
     assert_near(state.m, exact.m[-1], size.m[-1])
-    assert_near(np.broadcast_to(state.weight, D), exact.weight[-1], exact.weight[-1])
-    power = exact.decay_power[-1]
-    assert_near(np.broadcast_to(state.decay_power, D), power, np.maximum(power, 1e-6))
+    weight, power = exact.weight[-1], exact.decay_power[-1]
+    assert_near(np.broadcast_to(state.weight, weight.shape), weight, weight)
+    found = np.broadcast_to(state.decay_power, power.shape)
+    assert_near(found, power, np.maximum(power, 1e-6))
     held = np.ndim(observed) == 1 and options.get("unobserved") == "hold"
     assert state.count == (observed.sum() if held else len(values))
 
@@ -220,7 +221,7 @@ def test_features_over_another_axis(values):
     assert averages.sharding.is_equivalent_to(both, 2)
     assert state.m.sharding.is_equivalent_to(features, 1)
     assert state.weight.sharding.is_fully_replicated
-    assert_right((state._replace(m=state.m[::4]), averages[:, ::4]), values, decay)
+    assert_right((state, averages), x, decay)
 
 
 def test_inside_shard_map(values, rng):
@@ -239,20 +240,17 @@ def test_inside_shard_map(values, rng):
     )
     run = jax.jit(inside).lower(state, x, decay, seen).compile()
     assert collectives(run) == [("all-gather", 4 * n) for n in (6, 2 * D)]
-    state, averages = run(state, x, decay, seen)
-    found = state._replace(m=state.m[::2]), averages[:, ::2]
-    assert_right(found, values, decay, seen, unobserved="decay")
+    found = run(state, x, decay, seen)
+    assert_right(found, x, decay, seen, unobserved="decay")
 
 
 @pytest.mark.parametrize(
-    ("method", "masked", "reverse"),
-    [
-        ("scan", False, False),
-        ("scan", True, True),
-        pytest.param("blocked", False, True, marks=slow),
-    ],
+    ("method", "masked"),
+    [("scan", False), ("scan", True), pytest.param("blocked", False, marks=slow)],
 )
-def test_derivatives_are_those_without_shards(method, masked, reverse, x64, rng):
+def test_derivatives_are_those_without_shards(method, masked, x64, rng):
+    if masked and jax.__version_info__ < (0, 7, 1):
+        pytest.skip("custom_jvp gives zero tangents that do not vary over the mesh")
     steps = SHARDS * (40 if method == "blocked" else 6)
     x, sides = rng.normal(size=(2, steps, D))
     state = emaopt.update(emaopt.init(x[0]), rng.normal(size=D), 0.6)
@@ -265,7 +263,7 @@ def test_derivatives_are_those_without_shards(method, masked, reverse, x64, rng)
     def slopes(scan):
         def total(x, decay, m):
             final, averages = scan(
-                state._replace(m=m), x, decay, method=method, reverse=reverse, **masks
+                state._replace(m=m), x, decay, method=method, reverse=masked, **masks
             )
             averages = jnp.where(jnp.isnan(averages), 0, averages)
             return jnp.sum(sides * averages) + jnp.sum(final.m) + final.decay_power
@@ -298,14 +296,3 @@ def test_derivatives_are_those_without_shards(method, masked, reverse, x64, rng)
 def test_meshes_that_do_not_fit(steps, axis_name, message):
     with pytest.raises(ValueError, match=message):
         emaopt.sharded_scan(line(), axis_name, start(), np.ones((steps, D)), 0.9)
-
-
-def test_an_axis_that_is_not_mapped_over():
-    inside = jax.shard_map(
-        lambda x: emaopt.scan(start(), x, 0.9, axis_name="x")[1],
-        mesh=line(),
-        in_specs=P("time"),
-        out_specs=P("time"),
-    )
-    with pytest.raises(ValueError, match="axis_name='x' is no axis here: call scan"):
-        inside(np.ones((STEPS, D), np.float32))
