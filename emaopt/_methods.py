@@ -156,6 +156,9 @@ def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
         if reset is not None:
             kept = spread(~reset)
             decay, low = jnp.where(kept, decay, 0), jnp.where(kept, low, 0)
+        if not rate.static:
+            # The compiler is slow to simplify what it sees to be constant in time.
+            decay, low = lax.optimization_barrier((decay, low))
         decays.append(decay)
         lows.append(low)
         shares.append(share)
