@@ -6,6 +6,10 @@ prints the table for another number of steps.
 """
 
 import argparse
+import os
+
+# Before jax starts: its compiler writes into the page how long it simplifies.
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 import jax
 import jax.numpy as jnp
