@@ -57,30 +57,37 @@ def clock(decay: Any, times: Any, halflife: Any, steps: int, dtype: Any) -> Cloc
             decay, alpha = whole.astype(dtype), (1 - whole).astype(dtype)
             rest = (whole - decay.astype(whole.dtype)).astype(dtype)
     else:
-        halflives = _elapsed(times, halflife, steps, dtype)
-        gone = -jnp.expm1(-np.log(2).astype(dtype) * halflives)
-        # Near 1 the decay is what is gone from 1; far from it, it has its own digits.
-        near = 1 - gone
-        short = halflives < 1
-        decay = jnp.where(short, near, jnp.exp2(-halflives))
-        rest = lax.stop_gradient(jnp.where(short, (1 - near) - gone, 0))
+        decay, rest = _faded(_elapsed(times, halflife, steps, dtype), dtype)
         alpha = None
     parts = Clock(decay, rest, alpha)
     return jax.tree.map(lambda part: jnp.broadcast_to(part, (steps,)), parts)
 
 
-def _elapsed(times: Any, halflife: Any, steps: int, dtype: Any) -> jax.Array:
-    """The time since the step before, in half-lives; 0 at the first."""
+def _elapsed(times: Any, halflife: Any, steps: int, dtype: Any) -> Any:
+    """The time since the step before, in half-lives; 0 at the first.
+
+    In double, by NumPy, where both are known; else in ``dtype``.
+    """
     times, halflife = _checks.times(times, halflife, steps)
-    if isinstance(times, np.ndarray):
-        passed = np.diff(times)
-        if not isinstance(halflife, jax.Array):
-            passed, halflife = passed / halflife, 1.0
-        passed = jnp.asarray(passed.astype(dtype))
-    else:
-        passed = jnp.diff(times).astype(dtype)
-    passed = passed / jnp.asarray(halflife, dtype)
+    known = isinstance(times, np.ndarray)
+    passed = np.diff(times) if known else jnp.diff(times).astype(dtype)
+    if known and not isinstance(halflife, jax.Array):
+        return np.concatenate([np.zeros(min(steps, 1)), passed / halflife])
+    passed = jnp.asarray(passed.astype(dtype)) / jnp.asarray(halflife, dtype)
     return jnp.concatenate([jnp.zeros(min(steps, 1), dtype), passed])
+
+
+def _faded(halflives: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The decays over ``halflives``, each as two floats."""
+    xp = np if isinstance(halflives, np.ndarray) else jnp
+    # Near 1 the decay is what is gone from 1; far from it, it has its own digits.
+    gone = -xp.expm1(-np.log(2).astype(halflives.dtype) * halflives)
+    whole = xp.exp2(-halflives)
+    short = halflives < 1
+    decay = xp.where(short, 1 - gone, whole).astype(dtype)
+    wide = decay.astype(halflives.dtype)
+    rest = xp.where(short, (1 - wide) - gone, whole - wide).astype(dtype)
+    return jnp.asarray(decay), lax.stop_gradient(jnp.asarray(rest))
 
 
 @partial(jax.jit, static_argnames=("adjust", "ignore_na", "pairs", "bias"))
@@ -133,9 +140,14 @@ def relative(
         else:
             shifts = [(x - m) - r for x, (m, r) in zip(xs, means, strict=True)]
             values = [(rate.decay * shifts[i]) * shifts[j] for i, j in pairs]
+            # From the end that is nearer: a step past all weight leaves nothing behind.
+            near = rate.decay < 0.5
             moved = [
-                _moved(m, r + rate.alpha * shift)
-                for (m, r), shift in zip(means, shifts, strict=True)
+                _moved(
+                    jnp.where(near, x, m),
+                    jnp.where(near, -rate.decay * shift, r + rate.alpha * shift),
+                )
+                for x, (m, r), shift in zip(xs, means, shifts, strict=True)
             ]
             means = _choose(seen, moved, means)
         averages = _advance(averages, [*values, one], rate, seen)
