@@ -563,9 +563,9 @@ def blocks(
             m = _arithmetic.block_states(
                 tables[owner, x.dtype], x, start.reshape(count, 1, *x.shape[2:])
             )
-            averages.append(
-                lax.optimization_barrier(_arithmetic.ratio(m, within)).ravel()
-            )
+            # Fused with the flattening, the loop would no longer use vectors.
+            average = lax.optimization_barrier(_arithmetic.ratio(m, within))
+            averages.append(average.ravel())
         steps = total(state.count, np.int32(count * size))
         return final._replace(count=steps), averages
 

@@ -89,15 +89,14 @@ def check(dtype, arrays, times, halflife, options, least=0):
         assert_close(found, value, TOLERANCE[dtype] * size)
 
 
+GIVEN = hypothesis.given(
+    ARRAYS, TIMES, st.sampled_from(sorted(FORMS)), OPTIONS, st.integers(0, 4)
+)
+
+
 @pytest.mark.slow
 @hypothesis.settings(max_examples=150)
-@hypothesis.given(
-    ARRAYS,
-    TIMES,
-    st.sampled_from(sorted(FORMS)),
-    OPTIONS,
-    st.integers(0, 4),
-)
+@GIVEN
 def test_the_definition_in_float32(arrays, times, form, options, least):
     check(np.float32, arrays, *FORMS[form](times), options, least)
 
@@ -107,13 +106,7 @@ def test_the_definition_in_float32(arrays, times, form, options, least):
     max_examples=150,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
-@hypothesis.given(
-    ARRAYS,
-    TIMES,
-    st.sampled_from(sorted(FORMS)),
-    OPTIONS,
-    st.integers(0, 4),
-)
+@GIVEN
 def test_the_definition_in_float64(x64, arrays, times, form, options, least):
     check(np.float64, arrays, *FORMS[form](times), options, least)
 

@@ -164,7 +164,7 @@ def test_an_average_stays_defined_in_a_gap_of_any_length(method, steps, decay):
 @pytest.mark.parametrize("unobserved", ["hold", "decay"])
 def test_packed_sequences_equal_separate_ones(unobserved, values, rng):
     seen = rng.uniform(size=T) < 0.7
-    starts = [0, 4, 8, 12]
+    starts = [0, 5, 6, 11]
     reset = np.isin(np.arange(T), starts)
     decay = np.float32(0.9)
     options = {"unobserved": unobserved}
