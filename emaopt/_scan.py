@@ -44,7 +44,7 @@ def ema_scan(values: jax.Array, decay: Any) -> dict[str, jax.Array]:
     >>> import jax.numpy as jnp
     >>> out = emaopt.ema_scan(jnp.array([[1.0], [2.0], [3.0]]), 0.5)
     >>> print(out["final_state"], out["corrected"].ravel())
-    [2.125] [1.        1.6666666 2.4285715]
+    [2.125] [1.        1.666... 2.428...]
     """
     values = _checks.sequence("values", values)
     chex.assert_rank(
@@ -127,7 +127,7 @@ def scan(
     >>> state = emaopt.init(jnp.float32(0), compensated=True)
     >>> state, average = emaopt.scan(state, x, 0.5, observed=~np.isnan(x))
     >>> print(average, state.count)
-    [1.        1.        2.3333333] 2
+    [1.        1.        2.333...] 2
     """
     hold = _checks.option("unobserved", unobserved, ("hold", "decay")) == "hold"
     _checks.option("method", method, ("auto", "scan", "associative", "blocked"))

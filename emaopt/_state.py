@@ -464,7 +464,7 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     >>> one = emaopt.update(empty, jnp.float32(1), 0.5)
     >>> three = emaopt.update(empty, jnp.float32(3), 0.5)
     >>> print(emaopt.corrected(emaopt.merge(one, three)))
-    2.3333333
+    2.333...
     """
     check(earlier, "earlier")
     check(later, "later")

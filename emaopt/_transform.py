@@ -169,7 +169,7 @@ def params_ema(
     ...     updates, state = optimizer.update(jnp.float32(-1), state, params)
     ...     params = optax.apply_updates(params, updates)
     >>> print(params, emaopt.eval_params(state, params))
-    3.0 2.4285715
+    3.0 2.428...
     """
     _decay.check(decay)
     every = _checks.whole("every", every, least=1)

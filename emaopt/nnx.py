@@ -114,7 +114,7 @@ class EMA(nnx.Pytree):
     ...     model[...] = jnp.float32(value)
     ...     ema.update(model)
     >>> print(ema.apply_to(model)[...])
-    2.3333333
+    2.333...
     """
 
     def __init__(
@@ -258,7 +258,7 @@ def eval_model(optimizer: nnx.Optimizer, model: Any, *, which: Any = None) -> An
     ...     grads = nnx.grad(lambda model: -model(jnp.ones(1)).sum())(model)
     ...     _ = optimizer.update(model, grads)
     >>> print(emaopt.nnx.eval_model(optimizer, model).bias[...])
-    [1.6666666]
+    [1.666...]
     """
     graph = getattr(optimizer, "graph", None)
     graphdef, chosen, rest = _split(model, optimizer.wrt, graph)
