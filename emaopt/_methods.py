@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from emaopt import _arithmetic, _checks, _decay, _state
 
@@ -100,13 +100,20 @@ def associative(state: _state.EmaState, problem: Problem) -> Outcome:
     if not problem.steps:
         return sequential(state, problem)
     masks, counted = problem.inputs.masks, problem.inputs.counted
+    gaps = masks is not None and not problem.hold
+    folded = problem.plain and all(rate.static for rate in problem.rates)
     owners = _state.owners_of(state)
-    compose = partial(
-        _arithmetic.compose, owners, masks is not None and not problem.hold
-    )
-    spans = lax.associative_scan(
-        compose, _spans(state, problem), reverse=problem.reverse
-    )
+
+    def compose(earlier: _arithmetic.Span, later: _arithmetic.Span) -> _arithmetic.Span:
+        return kept(_arithmetic.compose(owners, gaps, earlier, later))
+
+    def kept(spans: _arithmetic.Span) -> _arithmetic.Span:
+        # Else each level would be computed anew in those that follow. Of decays that
+        # are known, all but the values is folded into constants.
+        return spans if folded else lax.optimization_barrier(spans)
+
+    spans = kept(_spans(state, problem))
+    spans = lax.associative_scan(compose, spans, reverse=problem.reverse)
     ms, weights, *_ = _state.parts(state)
     start = _arithmetic.Span(
         *jax.tree.map(lambda leaf: leaf[None], (ms, weights)),
@@ -136,29 +143,29 @@ def _spans(state: _state.EmaState, problem: Problem) -> _arithmetic.Span:
     decays, lows, shares = [], [], []
     for owner, weight in enumerate(weights):
         rate = varying[owner] or problem.rates[owner]
-        full = problem.steps, *weight.shape
+        # Of the shape and the sharding of the weight, for each of the steps.
+        ones = jnp.ones((problem.steps, *[1] * weight.ndim), weight.dtype)
+        ones = ones * jnp.ones_like(weight)[None]
 
-        def spread(part: Any, shape: Any = full) -> jax.Array:
+        def in_time(part: Any, axes: int = ones.ndim) -> jax.Array:
             part = jnp.asarray(part)
-            part = part.reshape(
-                part.shape + (1,) * (len(shape) - part.ndim) * (part.ndim > 0)
-            )
-            return jnp.broadcast_to(part, shape)
+            rest = axes - part.ndim if part.ndim else 0
+            return part.reshape(part.shape + (1,) * rest)
 
-        decay, low, share = map(spread, _decay.two_floats(rate, weight.dtype))
+        parts = _decay.two_floats(rate, weight.dtype)
+        decay, low, share = (in_time(part) * ones for part in parts)
         if masks is not None:
-            mask = spread(masks[owner])
-            share = jnp.where(mask, share, 0)
+            mask = in_time(masks[owner])
+            share = _arithmetic.where(mask, share, 0)
             if problem.hold:
-                decay, low = jnp.where(mask, decay, 1), jnp.where(mask, low, 0)
+                decay, low = (
+                    _arithmetic.where(mask, *pair) for pair in ((decay, 1), (low, 0))
+                )
             else:
                 decay = _arithmetic.above_zero(~mask, decay)
         if reset is not None:
-            kept = spread(~reset)
-            decay, low = jnp.where(kept, decay, 0), jnp.where(kept, low, 0)
-        if not rate.static:
-            # The compiler is slow to simplify what it sees to be constant in time.
-            decay, low = lax.optimization_barrier((decay, low))
+            kept = in_time(~reset)
+            decay, low = (_arithmetic.where(kept, part, 0) for part in (decay, low))
         decays.append(decay)
         lows.append(low)
         shares.append(share)
@@ -173,7 +180,10 @@ def blocked(state: _state.EmaState, problem: Problem) -> Outcome:
     """Blocks by one triangular product each, and a compensated scan over the blocks."""
     size = block_size(problem, state) or 16
     count = problem.steps // size
-    if not count or not problem.inputs.values:
+    ms, *_ = _state.parts(state)
+    # What is sharded by its type cannot be flattened.
+    split = any(any(jax.typeof(m).sharding.spec) for m in ms)
+    if not count or not ms or split:
         return sequential(state, problem)
     whole = count * size
     values = problem.inputs.values
@@ -184,7 +194,6 @@ def blocked(state: _state.EmaState, problem: Problem) -> Outcome:
         inputs = problem.inputs._replace(values=[x[start:stop] for x in values])
         return problem._replace(inputs=inputs, steps=stop - start, reverse=False)
 
-    ms, *_ = _state.parts(state)
     # A trailing axis of one element would keep the compiler from using vectors.
     shapes = [(count, size, *[m.size] * (m.size != 1)) for m in ms]
     blocks = [
@@ -289,7 +298,7 @@ def vary_over(tree: Any, axes: Any) -> Any:
         missing = tuple(sorted(set(axes) - axes_of(leaf)))
         if not missing:
             return leaf
-        pvary = getattr(lax, "pvary", None)  # jax 0.7 and 0.8
+        pvary = getattr(lax, "pvary", None)  # jax 0.8
         if pvary is not None:
             return pvary(leaf, missing)
         return lax.pcast(leaf, missing, to="varying")
@@ -304,28 +313,50 @@ def _gather(state: _state.EmaState, axes: Sequence[str]) -> _state.EmaState:
     type, and need one of their own.
     """
     # In two floats: one would lose digits of a large count.
-    count = jnp.stack([state.count >> 12, state.count & 0xFFF]).astype(jnp.float32)
-    leaves, treedef = jax.tree.flatten((state._replace(count=None), count))
-    kinds = [(leaf.dtype, axes_of(leaf) - set(axes)) for leaf in leaves]
-    for kind in dict.fromkeys(kinds):
-        chosen = [index for index, other in enumerate(kinds) if other == kind]
-        ends = np.cumsum([leaves[index].size for index in chosen])
-        flat = jnp.concatenate([leaves[index].ravel() for index in chosen])
-        rows = _all_gather(flat, axes)
-        for index, end in zip(chosen, ends, strict=True):
-            leaf = leaves[index]
-            row = lax.slice_in_dim(rows, end - leaf.size, end, axis=1)
-            leaves[index] = row.reshape(rows.shape[0], *leaf.shape)
-    states, counts = treedef.unflatten(leaves)
-    high, low = counts.astype(jnp.int32).T
-    return states._replace(count=(high << 12) + low)
+    counts = [x.astype(jnp.float32) for x in (state.count >> 12, state.count & 0xFFF)]
+    leaves, treedef = jax.tree.flatten((state._replace(count=None), counts))
+    if _may_be_sharded():
+        rows = [_summed_rows(leaf, axes) for leaf in leaves]
+    else:
+        rows = list(leaves)
+        kinds = [(leaf.dtype, axes_of(leaf) - set(axes)) for leaf in leaves]
+        for kind in dict.fromkeys(kinds):
+            chosen = [index for index, other in enumerate(kinds) if other == kind]
+            ends = np.cumsum([leaves[index].size for index in chosen])
+            flat = jnp.concatenate([leaves[index].ravel() for index in chosen])
+            flat = _gathered_rows(flat, axes)
+            for index, end in zip(chosen, ends, strict=True):
+                leaf = leaves[index]
+                row = lax.slice_in_dim(flat, end - leaf.size, end, axis=1)
+                rows[index] = row.reshape(-1, *leaf.shape)
+    states, (high, low) = treedef.unflatten(rows)
+    count = (high.astype(jnp.int32) << 12) + low.astype(jnp.int32)
+    return states._replace(count=count)
 
 
-def _all_gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    gather = getattr(lax, "all_gather_invariant", None)  # jax 0.7 and 0.8
-    if gather is not None:
-        return gather(x, axes)
+def _may_be_sharded() -> bool:
+    """Whether the compiler may shard over axes of the mesh that are not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(kind != AxisType.Manual and size > 1 for kind, size in kinds)
+
+
+def _gathered_rows(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """``x`` of every shard, replicated."""
+    if jax.__version_info__ < (0, 10):  # a gather there has the type of what varies
+        return _summed_rows(x, axes)
     return lax.all_gather(x, axes, to="invarying")
+
+
+def _summed_rows(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """``x`` of every shard, replicated: a sum in which all but one are zeros.
+
+    Of an array that is sharded over another axis of the mesh too, the compiler sums
+    the parts where they are; for a gather, it would bring them together before.
+    """
+    rows = jnp.stack([jnp.zeros_like(x)] * lax.axis_size(axes))
+    rows = lax.dynamic_update_index_in_dim(rows, x, lax.axis_index(axes), 0)
+    return lax.psum(rows, axes)
 
 
 def block_size(problem: Problem, state: _state.EmaState) -> int:

@@ -266,7 +266,7 @@ def _sharded_in_time(leaf: Any, mesh: jax.sharding.Mesh, axes: tuple) -> Any:
     """``leaf`` as ``shard_map`` takes it: where an axis is explicit, sharded before."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = all(kinds[axis] == jax.sharding.AxisType.Explicit for axis in axes)
-    if not explicit or not hasattr(jax, "reshard"):  # shard_map reshards, until 0.8
+    if not explicit or not hasattr(jax, "reshard"):  # in 0.8, shard_map reshards
         return leaf
     leaf = jnp.asarray(leaf)
     rest = [

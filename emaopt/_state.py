@@ -604,8 +604,6 @@ def beside(held: EmaState, new: EmaState) -> EmaState:
 
 
 def _on_host(x: jax.Array) -> bool:
-    if not hasattr(jax, "memory"):  # versions that have no types for memories
-        return False
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

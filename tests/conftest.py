@@ -7,12 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-# JAX made `enable_x64` public, and later removed the experimental name.
-if hasattr(jax, "enable_x64"):
-    _enable_x64 = jax.enable_x64
-else:
-    from jax.experimental import enable_x64 as _enable_x64
-
 # Examples are the same in every run, and compiling takes longer than the
 # default deadline.
 hypothesis.settings.register_profile(
@@ -37,7 +31,7 @@ def _strict_promotion(request):
 @pytest.fixture
 def x64():
     """Enables 64-bit types for the duration of one test."""
-    with _enable_x64(True):
+    with jax.enable_x64(True):
         yield
 
 

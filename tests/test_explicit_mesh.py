@@ -19,9 +19,7 @@ def mesh_of(kind=AxisType.Explicit, shape=(4,), names=("d",)):
     """The mesh in use, of four devices."""
     kinds = (kind,) * len(shape)
     mesh = jax.make_mesh(shape, names, kinds, devices=jax.devices()[:4])
-    # jax 0.7 had the context manager under another name.
-    use = getattr(jax.sharding, "use_mesh", None) or jax.set_mesh
-    with use(mesh):
+    with jax.set_mesh(mesh):
         yield mesh
 
 

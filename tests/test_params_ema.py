@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import emaopt
 
 # JAX made `set_mesh` a context manager, and later removed the older name.
-use_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
 
 def absorb(transformation, values):
@@ -234,7 +233,7 @@ def test_sharding_is_that_of_the_parameters(axes, options):
     kind = getattr(AxisType, axes)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, P("x"))
-    with use_mesh(mesh):
+    with jax.set_mesh(mesh):
         params = {"w": jax.device_put(jnp.ones((8, 2)), sharding)}
         average = emaopt.params_ema(0.9, **options)
 
