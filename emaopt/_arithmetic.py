@@ -500,15 +500,16 @@ def quotient(
     m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any
 ) -> jax.Array:
     """The average m / w, in the floating dtype of ``like``; ``like`` where w = 0."""
-    # Under `jit`, leaves of one shape are traced once. Outside, one operation after the
-    # other rounds alike however the leaf is sharded.
-    function = _traced_quotient if isinstance(m, Tracer) else _quotient
-    return function(m, r, w, r_w, like)
+    return _quotient(isinstance(m, Tracer), m, r, w, r_w, like)
 
 
-def _quotient(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any) -> Any:
+# Compiled by itself so that leaves of one shape are traced once.
+@partial(jax.jit, static_argnums=0)
+def _quotient(
+    fused: bool, m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any
+) -> Any:
     # No NaN where `like` steps in: jax_debug_nans would object.
-    average = mean(m, r, w, r_w, empty=jnp.nan if like is None else 0.0)
+    average = mean(m, r, w, r_w, jnp.nan if like is None else 0.0, fused)
     if like is None:
         return average
     if _checks.is_inexact(like):
@@ -516,21 +517,22 @@ def _quotient(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, like: Any) -> 
     return jnp.where(w != 0, average, cast(jnp.asarray(like), average.dtype))
 
 
-_traced_quotient = jax.jit(_quotient)
+def mean(
+    m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, empty: float, fused: bool = True
+) -> jax.Array:
+    """(m + r) / (w + r_w), rounded about once; ``empty`` where w = 0.
 
-
-def mean(m: jax.Array, r: Any, w: jax.Array, r_w: jax.Array, empty: float) -> jax.Array:
-    """(m + r) / (w + r_w), rounded about once; ``empty`` where w = 0."""
+    Unless ``fused``, it rounds alike however the arrays are sharded.
+    """
     if m.dtype.kind == "c":
-        return _by_parts(mean, m, r, w, r_w, empty)
+        return _by_parts(mean, m, r, w, r_w, empty, fused)
     seen = w != 0
     weight = cast(jnp.where(seen, w, 1), m.dtype)
     quotient = m / weight
-    left = (
-        -quotient * cast(r_w, m.dtype)
-        if r is None
-        else r - quotient * cast(r_w, m.dtype)
-    )
+    product = quotient * cast(r_w, m.dtype)
+    if not fused:
+        product = lax.optimization_barrier(product)
+    left = -product if r is None else r - product
     left = jnp.where(jnp.isfinite(quotient), left / weight, 0)
     # Adding 0 would lose the sign of a zero.
     rounded = jnp.where(left == 0, quotient, quotient + lax.stop_gradient(left))

@@ -470,6 +470,11 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
     check(later, "later")
     _checks.matched("later.m", earlier.m, later.m)
     _checks.same_types("later", earlier, later)
+    return _merged(earlier, later)
+
+
+@jax.jit
+def _merged(earlier: EmaState, later: EmaState) -> EmaState:
     ms, weights, powers, _, _ = parts(earlier)
     later_ms, later_weights, later_powers, _, _ = parts(later)
     k, n = len(ms), len(weights)
