@@ -10,11 +10,11 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint types docs notebooks bench guard accuracy clean
+.PHONY: help test test-slow demo lint types docs notebooks bench guard accuracy clean
 .SECONDARY:
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo 'variables: PYTHON=$(PYTHON) VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS) WORKERS=$(WORKERS) PYTEST_ARGS=$(PYTEST_ARGS)'
 
 $(VENV)/.stamp-venv:
@@ -34,8 +34,13 @@ $(VENV)/.stamp-%: $(VENV)/.stamp-venv pyproject.toml $(CONSTRAINTS)
 	$(PIP) install --quiet --editable '.[$*]' $(addprefix --constraint ,$(CONSTRAINTS))
 	@touch $@
 
-test: $(VENV)/.stamp-test  ## run the tests and doctests
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+test: $(VENV)/.stamp-test  ## run the tests and doctests, but for the slow ones
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.stamp-test  ## run the slow tests: notebooks, millions of steps
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 demo: $(VENV)/.stamp-examples  ## train a small model with an average of its parameters
 	MPLBACKEND=agg $(BIN)/python examples/train_digits.py

@@ -528,10 +528,9 @@ def mean(
         return _by_parts(mean, m, r, w, r_w, empty, fused)
     seen = w != 0
     weight = cast(jnp.where(seen, w, 1), m.dtype)
-    quotient = m / weight
-    product = quotient * cast(r_w, m.dtype)
-    if not fused:
-        product = lax.optimization_barrier(product)
+    apart = (lambda x: x) if fused else lax.optimization_barrier
+    quotient = apart(m / apart(weight))
+    product = apart(quotient * cast(r_w, m.dtype))
     left = -product if r is None else r - product
     left = jnp.where(jnp.isfinite(quotient), left / weight, 0)
     # Adding 0 would lose the sign of a zero.

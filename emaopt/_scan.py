@@ -103,7 +103,8 @@ def scan(
         "scan" there, and "associative" loses everywhere.
       axis_name: inside ``jax.shard_map``, the mesh axis, or a tuple of axes, that time
         is sharded over, in order; ``state`` is replicated over it. Costs one all-gather
-        of the states. ``sharded_scan`` sets up the ``shard_map``.
+        of the states, or an all-reduce where the mesh has axes that are not manual.
+        ``sharded_scan`` sets up the ``shard_map``.
 
     Returns:
       The final state, as ``update`` would have left it, for the whole sequence; and the

@@ -11,6 +11,9 @@ from oracles import DECAYS, ULP, ema, ulps
 import emaopt
 
 METHODS = ("scan", "associative", "blocked")
+each_method = pytest.mark.parametrize(
+    "method", ["scan", pytest.param("associative", marks=pytest.mark.slow), "blocked"]
+)
 BOUND = {"scan": 4, "blocked": 4, "associative": 8}
 T, D = 16, 2
 
@@ -75,7 +78,7 @@ def test_the_bound_at_any_decay(method, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_the_bound_where_the_past_outweighs_the_present(method, rng):
     # What is left of the first values is 1e-5 of them, and as large as the last.
     x = columns(100_000, rng)
@@ -85,7 +88,9 @@ def test_the_bound_where_the_past_outweighs_the_present(method, rng):
 
 
 @pytest.mark.parametrize("fine", [False, True], ids=["by step", "by element"])
-@pytest.mark.parametrize("method", ["scan", "associative"])
+@pytest.mark.parametrize(
+    "method", ["scan", pytest.param("associative", marks=pytest.mark.slow)]
+)
 def test_the_bound_where_decays_vary(method, fine, rng):
     x = columns(500, rng)
     shape = x.shape if fine else x.shape[:1]
@@ -114,7 +119,7 @@ def test_known_decays_in_time_lose_no_digit():
         np.testing.assert_allclose(after.weight, 4e-9, rtol=2 * ULP)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_the_ends_of_the_range(method, rng):
     x = columns(1_500, rng)
     for function in (run, run_known):
@@ -138,7 +143,7 @@ def test_stretches_far_apart_merge():
 # Laws.
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_an_average_is_linear_and_its_weights_sum_to_1(method, rng):
     x, y = rng.normal(size=(2, T, 1)).astype(np.float32)
     decay = np.float32(0.9)
@@ -159,7 +164,7 @@ def test_an_average_is_linear_and_its_weights_sum_to_1(method, rng):
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_constant_in_constant_out_and_never_outside_the_values(method, rng):
     for decay in np.float32([0.1, 0.9, 0.999999]):
         constant = np.full((T, D), 0.1, np.float32)
@@ -172,7 +177,7 @@ def test_constant_in_constant_out_and_never_outside_the_values(method, rng):
         assert np.all(found >= np.minimum.accumulate(x) - margin)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_vmap_is_the_loop(method, rng):
     x = rng.normal(size=(3, T, D)).astype(np.float32)
     decays = np.float32([0, 0.5, 0.999])

@@ -16,6 +16,9 @@ run_known = jax.jit(emaopt.scan, static_argnames=("decay", *static))
 run_traced = jax.jit(emaopt.scan, static_argnames=static)
 MASKABLE = ("scan", "associative")
 METHODS = (*MASKABLE, "blocked")
+_SLOW = pytest.param("associative", marks=pytest.mark.slow)
+each_maskable = pytest.mark.parametrize("method", ["scan", _SLOW])
+each_method = pytest.mark.parametrize("method", ["scan", _SLOW, "blocked"])
 T, D = 16, 3
 
 
@@ -62,7 +65,7 @@ def assert_near(found, expected, size, ulp=4):
 # Steps that are not observed.
 
 
-@pytest.mark.parametrize("method", MASKABLE)
+@each_maskable
 @pytest.mark.parametrize(
     ("x", "decay", "unobserved", "expected", "power"),
     [
@@ -88,7 +91,7 @@ def test_gaps(method, x, decay, unobserved, expected, power):
     np.testing.assert_allclose(emaopt.corrected(state), expected[-1], rtol=4 * ULP)
 
 
-@pytest.mark.parametrize("method", MASKABLE)
+@each_maskable
 @pytest.mark.parametrize("unobserved", ["hold", "decay"])
 @pytest.mark.parametrize("fine", [False, True], ids=["by step", "by element"])
 def test_masks_equal_the_recurrence(method, unobserved, fine, values, rng):
@@ -187,7 +190,7 @@ def test_packed_sequences_equal_separate_ones(unobserved, values, rng):
     assert_near(by_merging, expected, size, 8)
 
 
-@pytest.mark.parametrize("method", MASKABLE)
+@each_maskable
 def test_nothing_of_what_a_reset_forgets_comes_back(method, values):
     x = values.copy()
     x[3] = np.inf
@@ -206,7 +209,7 @@ def test_nothing_of_what_a_reset_forgets_comes_back(method, values):
         assert_same_bits(emaopt.corrected(merged), emaopt.corrected(later))
 
 
-@pytest.mark.parametrize("method", MASKABLE)
+@each_maskable
 @pytest.mark.parametrize("unobserved", ["hold", "decay"])
 def test_merged_scans_are_the_scan_of_both(method, unobserved, values, rng):
     seen = rng.uniform(size=T) < 0.6
@@ -287,7 +290,7 @@ def test_known_schedules():
     assert late[0].count == 2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_reverse_is_flipping(method, values):
     options = {"decay": np.float32(0.9), "method": method}
     state, found = run(fresh(), values, reverse=True, **options)
@@ -326,7 +329,7 @@ def test_a_sequence_in_chunks_is_the_whole(compensated, kind, values, rng):
         np.testing.assert_allclose(found[1], whole[1], rtol=0, atol=T * ULP * size)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_trees_of_values_and_of_decays(method, values):
     x = {"a": values, "b": [values[:, 0], np.arange(T)], "none": values}
     decay = {"a": 0.5, "b": jnp.float32(0.9), "none": 0.0}
@@ -346,7 +349,7 @@ def test_trees_of_values_and_of_decays(method, values):
     np.testing.assert_allclose(state.weight["a"], 1 - 0.5**T, rtol=ULP)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 @pytest.mark.parametrize("compensated", [True, False])
 def test_no_steps_and_one(method, compensated, values):
     start = emaopt.init(values[0], compensated=compensated)
@@ -364,7 +367,7 @@ def test_no_steps_and_one(method, compensated, values):
         assert_same_bits(state, start)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_empty_leaves_and_trees(method):
     state, found = run(emaopt.init({}), {}, 0.9, method=method)
     assert found == {}
@@ -382,7 +385,7 @@ def test_empty_leaves_and_trees(method):
 # Types.
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 @pytest.mark.parametrize("compensated", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "result"),
@@ -424,7 +427,7 @@ def test_complex_and_low_precision_values():
             np.testing.assert_array_equal(found, x)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_wide_types(method, x64, rng):
     x = {"a": rng.normal(size=(T, D)), "b": rng.normal(size=T).astype(np.float32)}
     start = emaopt.init(jax.tree.map(lambda v: v[0], x), compensated=True)

@@ -92,7 +92,9 @@ def assert_right(found, values, decay, observed=True, reset=False, **options):
     assert state.count == (observed.sum() if held else len(values))
 
 
-@pytest.mark.parametrize("method", ["scan", "associative", "blocked"])
+@pytest.mark.parametrize(
+    "method", ["scan", *(pytest.param(m, marks=slow) for m in ("associative", "blocked"))]
+)
 def test_the_bound_at_any_decay(method, values):
     run = sharded(line(), method=method)
     for decay in np.float32([0, 0.5, 0.999, 0.999999]):
@@ -223,7 +225,7 @@ def test_time_over_two_axes(reverse, values):
         (AxisType.Auto, "scan", False),
         (AxisType.Auto, "blocked", True),
         (AxisType.Explicit, "scan", True),
-        (AxisType.Explicit, "associative", True),
+        pytest.param(AxisType.Explicit, "associative", True, marks=slow),
         (AxisType.Explicit, "blocked", False),
     ],
 )
