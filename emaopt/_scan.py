@@ -214,8 +214,10 @@ def sharded_scan(
     >>> import jax
     >>> import jax.numpy as jnp
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("time",))
-    >>> state = emaopt.init(jnp.float32(0))
-    >>> state, average = emaopt.sharded_scan(mesh, "time", state, jnp.ones(48), 0.5)
+    >>> @jax.jit
+    ... def smooth(state, x):
+    ...     return emaopt.sharded_scan(mesh, "time", state, x, 0.5)
+    >>> state, average = smooth(emaopt.init(jnp.float32(0)), jnp.ones(48))
     >>> print(average.sum(), state.count)
     48.0 48
     """

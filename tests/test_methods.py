@@ -58,7 +58,7 @@ def averages(values, decay, method):
 # Bounds.
 
 
-@pytest.mark.parametrize("method", METHODS)
+@each_method
 def test_the_bound_at_any_decay(method, rng):
     x = columns(1_500, rng)
     for decay in np.float32([*DECAYS[1:], 0.03, 0.49999, 0.75, 0.9375, 0.9993]):
@@ -224,8 +224,9 @@ def test_a_scan_is_a_loop_of_updates(method, values):
 # The blocked method.
 
 
-@pytest.mark.parametrize("width", [3, 7, 40])
-@pytest.mark.parametrize("steps", [5, 32, 75])
+@pytest.mark.parametrize(
+    ("steps", "width"), [(5, 3), (32, 7), (32, 40), (75, 3), (75, 40)]
+)
 def test_blocks_of_any_length_and_width(width, steps, rng):
     x = rng.normal(size=(steps, width)).astype(np.float32)
     decay = np.float32(0.95)
@@ -245,6 +246,7 @@ def test_blocks_of_any_length_and_width(width, steps, rng):
         assert state.count == steps + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "reverse"), [(-np.inf, False), (np.nan, True)])
 def test_blocks_do_not_reach_back(bad, reverse, rng):
     x = rng.normal(size=(70, 2)).astype(np.float32)

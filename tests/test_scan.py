@@ -129,7 +129,9 @@ def test_each_element_is_corrected_by_its_own_weight():
     [
         ("scan", 3000, 0.9),
         ("scan", 3000, np.full(3000, 0.9, np.float32)),
-        ("associative", 40, np.full(40, 0.04, np.float32)),
+        pytest.param(
+            "associative", 40, np.full(40, 0.04, np.float32), marks=pytest.mark.slow
+        ),
     ],
     ids=["known", "traced", "associative"],
 )

@@ -158,13 +158,16 @@ def test_masks_and_resets(form, unobserved, fine, x64, rng):
         assert_slopes(at, sides_of(at, rng), seen, reset, form=form, **options)
 
 
-@pytest.mark.parametrize(("form", "reverse"), [("scan", False), ("associative", True)])
+@pytest.mark.parametrize(
+    ("form", "reverse"),
+    [("scan", True), pytest.param("associative", True, marks=SLOW[0].marks)],
+)
 def test_resets_alone(form, reverse, x64, rng):
     at = point(rng)
     assert_slopes(at, sides_of(at, rng), None, RESET, form=form, reverse=reverse)
 
 
-@pytest.mark.parametrize("form", [*MASKABLE, "blocked"])
+@pytest.mark.parametrize("form", ["scan", "update", *SLOW])
 def test_one_decay_for_all_steps(form, x64, rng):
     for decay in (0.0, 0.6, 0.99):
         at = point(rng, form, decay)

@@ -93,7 +93,8 @@ def assert_right(found, values, decay, observed=True, reset=False, **options):
 
 
 @pytest.mark.parametrize(
-    "method", ["scan", *(pytest.param(m, marks=slow) for m in ("associative", "blocked"))]
+    "method",
+    ["scan", *(pytest.param(m, marks=slow) for m in ("associative", "blocked"))],
 )
 def test_the_bound_at_any_decay(method, values):
     run = sharded(line(), method=method)
@@ -111,9 +112,10 @@ def test_the_bound_at_known_decays(decay, values):
     ("method", "unobserved", "reverse", "fine"),
     [
         ("scan", "hold", False, False),
-        ("scan", "decay", True, False),
-        ("scan", "hold", True, True),
-        ("scan", "decay", False, True),
+        ("scan", "decay", True, True),
+        pytest.param("scan", "decay", True, False, marks=slow),
+        pytest.param("scan", "hold", True, True, marks=slow),
+        pytest.param("scan", "decay", False, True, marks=slow),
         pytest.param("associative", "decay", False, False, marks=slow),
     ],
 )
@@ -223,7 +225,7 @@ def test_time_over_two_axes(reverse, values):
     ("kind", "method", "per_element"),
     [
         (AxisType.Auto, "scan", False),
-        (AxisType.Auto, "blocked", True),
+        pytest.param(AxisType.Auto, "blocked", True, marks=slow),
         (AxisType.Explicit, "scan", True),
         pytest.param(AxisType.Explicit, "associative", True, marks=slow),
         (AxisType.Explicit, "blocked", False),
@@ -275,7 +277,10 @@ def test_inside_shard_map(values, rng):
 
 @pytest.mark.parametrize(
     ("method", "masked"),
-    [("scan", False), ("scan", True), pytest.param("blocked", False, marks=slow)],
+    [
+        ("scan", True),
+        *(pytest.param(m, False, marks=slow) for m in ("scan", "blocked")),
+    ],
 )
 def test_derivatives_are_those_without_shards(method, masked, x64, rng):
     steps = SHARDS * (40 if method == "blocked" else 6)
