@@ -268,11 +268,29 @@ def matched(
                 f"{name} {where(_path_of(m, index))}: {words}. Shapes never broadcast: "
                 "initialise the state from values of the shape it will be given."
             )
+            if time:
+                message += " A state is of one step: init(values[0])."
             chex.assert_rank(x, len(expected), custom_message=message)
             chex.assert_shape(x, expected, custom_message=message)
         _assert_dtype(name, m, index, acc.dtype, leaf, rule)
         leaves.append(leaf)
     return leaves
+
+
+def is_optimizer(optimizer: Any, kind: type) -> None:
+    """Raises unless ``optimizer`` is one of nnx."""
+    if not isinstance(optimizer, kind):
+        raise TypeError(
+            f"optimizer must be an nnx.Optimizer, got {type(optimizer).__name__}: call "
+            "eval_model(optimizer, model)."
+        )
+
+
+def is_of_nnx(tree: Any) -> bool:
+    """Whether anything in a tree is of ``flax.nnx``, which is not imported here."""
+    nodes: list[Any] = []
+    jax.tree.leaves(tree, is_leaf=lambda node: nodes.append(type(node)))
+    return any(kind.__module__.startswith("flax.nnx") for kind in nodes)
 
 
 def kind_of_state(name: str, state: Any, kind: type) -> None:
@@ -361,7 +379,8 @@ def _describe(leaf: Any) -> str:
     """A leaf in an error: its dtype, or its type where it has none."""
     if hasattr(leaf, "dtype"):
         return f"dtype {leaf.dtype}"
-    return f"{type(leaf).__name__} {leaf!r}"
+    short = f" {leaf!r}" if isinstance(leaf, (str, bytes)) else ""
+    return type(leaf).__name__ + short
 
 
 def _path_of(tree: PyTree, index: int) -> jax.tree_util.KeyPath:
@@ -483,7 +502,10 @@ def sequence(name: str, values: Any) -> jax.Array:
         values, is_leaf=lambda node: not isinstance(node, (list, tuple))
     ):
         if not is_number(part):
-            _fail(f"{name}: found {_describe(part)}, expected an array of numbers.")
+            _fail(
+                f"{name}: found {_describe(part)}, expected an array of numbers"
+                f"{': pass its .to_numpy().' if hasattr(part, 'to_numpy') else '.'}"
+            )
     try:
         values = jnp.asarray(values)
     except (TypeError, ValueError) as error:
@@ -705,13 +727,17 @@ def _fits(shape: tuple, full: tuple, lead: tuple) -> bool:
     return same and all(a in (1, b) for a, b in zip(shape, full, strict=True))
 
 
-def none_found(parameters: bool, others: list[str]) -> NoReturn:
+def none_found(parameters: bool, others: list[str], swapped: bool) -> NoReturn:
     """Raises for an optimizer's state without the average asked for."""
     kind = "average of parameters (params_ema)" if parameters else "average"
     found = "".join(f"\n  {line}" for line in others) or " none of any kind"
+    advice = "Put emaopt.params_ema(decay) last in the optax.chain."
+    if not parameters:
+        advice = advice[:-1] + ", or emaopt.ema(decay) anywhere in it."
+    if swapped:
+        advice = "There is one in params: call eval_params(opt_state, params)."
     raise LookupError(
-        f"found no {kind} in the optimizer's state; averages there:{found}\n"
-        "Put emaopt.params_ema(decay) last in the optax.chain."
+        f"found no {kind} in the optimizer's state; averages there:{found}\n{advice}"
     )
 
 

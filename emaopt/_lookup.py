@@ -51,7 +51,7 @@ def eval_params(
     >>> print(emaopt.eval_params(state, params))
     4.0
     """
-    found = _averages(opt_state, which, _transform.ParamsEmaState)
+    found = _averages(opt_state, which, _transform.ParamsEmaState, params)
     for path, _, _ in found:
         if _in_lookahead(opt_state, path):
             _checks.fast_parameters(path, _OUTSIDE)
@@ -99,14 +99,17 @@ def find_state(opt_state: optax.OptState, which: Any = None) -> _state.EmaState:
     return state.ema if isinstance(state, _transform.ParamsEmaState) else state
 
 
-def _averages(opt_state: Any, which: Any, kinds: Any) -> list[tuple[Any, Any, str]]:
+def _averages(
+    opt_state: Any, which: Any, kinds: Any, params: Any = None
+) -> list[tuple[Any, Any, str]]:
     """Path, node and description of the averages ``which`` chooses of some kinds."""
     known = (_transform.ParamsEmaState, _state.EmaState)
     every = _nodes(opt_state, known)
     found = [pair for pair in every if isinstance(pair[1], kinds)]
     if not found:
         parameters = kinds is _transform.ParamsEmaState
-        _checks.none_found(parameters, [_described(*pair) for pair in every])
+        swapped = bool(_nodes(params, kinds))
+        _checks.none_found(parameters, [_described(*pair) for pair in every], swapped)
     listed = [
         (path, node, f"{index}: {_described(path, node)}")
         for index, (path, node) in enumerate(found)
@@ -156,7 +159,8 @@ def _covers(average: _state.EmaState, params: PyTree) -> set[int]:
     """The numbers of the leaves of ``params`` that ``average`` has."""
     leaves, treedef = jax.tree.flatten(params)
     numbers = treedef.unflatten(range(len(leaves)))
-    _checks.matched("params", average.m, params, rule="read", advice=_OUTSIDE)
+    advice = _OF_NNX if _checks.is_of_nnx((average, params)) else _OUTSIDE
+    _checks.matched("params", average.m, params, rule="read", advice=advice)
     mine = jax.tree.map(
         lambda m, number: () if _checks.is_masked(m) else (number,),
         average.m,
@@ -166,6 +170,9 @@ def _covers(average: _state.EmaState, params: PyTree) -> set[int]:
     return set(jax.tree.leaves(mine))
 
 
+_OF_NNX = (
+    "Of an nnx.Optimizer, emaopt.nnx.eval_model(optimizer, model) reads the average."
+)
 _OUTSIDE = (
     "A wrapper that changes the structure of the parameters (optax.flatten, "
     "optax.lookahead, split_real_and_imaginary) belongs inside the chain that "

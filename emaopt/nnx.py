@@ -246,6 +246,7 @@ def eval_model(optimizer: nnx.Optimizer, model: Any, *, which: Any = None) -> An
     Raises:
       LookupError: no average of parameters, or several and no ``which``.
       AssertionError: the average does not fit ``model``.
+      TypeError: ``optimizer`` is no ``nnx.Optimizer``.
 
     >>> import emaopt.nnx
     >>> from flax import nnx
@@ -260,6 +261,7 @@ def eval_model(optimizer: nnx.Optimizer, model: Any, *, which: Any = None) -> An
     >>> print(emaopt.nnx.eval_model(optimizer, model).bias[...])
     [1.666...]
     """
+    _checks.is_optimizer(optimizer, nnx.Optimizer)
     graph = getattr(optimizer, "graph", None)
     graphdef, chosen, rest = _split(model, optimizer.wrt, graph)
     params = _pure(chosen)

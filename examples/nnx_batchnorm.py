@@ -92,7 +92,7 @@ def train(epochs, seed, decay):
     steps = len(labels) // BATCH
     history = []
     tqdm.write("epoch" + "".join(f"{name:>12}" for name in COLUMNS))
-    for epoch in tqdm(range(1, epochs + 1), unit="epoch", leave=False):
+    for epoch in tqdm(range(1, epochs + 1), unit="epoch", leave=False, disable=None):
         order = rng.permutation(len(labels))[: steps * BATCH].reshape(steps, BATCH)
         model.train()
         for batch in order:

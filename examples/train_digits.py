@@ -88,7 +88,7 @@ def train(epochs, seed, decay):
     history = []
     tqdm.write("epoch" + "".join(f"{name:>13}" for name in COLUMNS))
     steps = len(labels) // BATCH
-    with tqdm(total=epochs * steps, unit="step", leave=False) as progress:
+    with tqdm(total=epochs * steps, unit="step", leave=False, disable=None) as progress:
         for epoch in range(1, epochs + 1):
             order = rng.permutation(len(labels))[: steps * BATCH]
             for batch in order.reshape(steps, BATCH):

@@ -1,6 +1,7 @@
 """What the window of dataframes refuses, and in what words."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import emaopt
@@ -131,3 +132,11 @@ def test_errors_of_pairs():
         emaopt.ewm_corr(X, X.astype(np.complex64), 0.5)
     with pytest.raises(TypeError, match="bias must be True or False, got 'no'"):
         emaopt.ewm_var(X, 0.5, bias="no")
+
+
+def test_a_table_is_no_array():
+    table = pd.DataFrame({"a": [1.0, 2.0]})
+    message = r"values: found DataFrame, expected an array of numbers: pass its .to_nu"
+    with pytest.raises(AssertionError, match=message):
+        emaopt.ewm_mean(table, 0.5)
+    np.testing.assert_array_equal(emaopt.ewm_mean(table["a"], 0.0), [1, 2])

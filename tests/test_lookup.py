@@ -140,6 +140,17 @@ def test_nothing_found():
             emaopt.find_state(state)
 
 
+def test_arguments_in_the_wrong_order():
+    state, params = halve(optax.chain(optax.sgd(0.1), emaopt.params_ema(0.5)))
+    with pytest.raises(LookupError) as raised:
+        emaopt.eval_params(params, state)
+    assert str(raised.value).endswith(
+        "There is one in params: call eval_params(opt_state, params)."
+    )
+    with pytest.raises(LookupError, match=r"or emaopt.ema\(decay\) anywhere in it"):
+        emaopt.find_state(params)
+
+
 def test_errors_list_what_is_where():
     state, params = halve(several())
     listed = (

@@ -306,3 +306,17 @@ def test_the_same_as_the_average_of_flax_where_that_is_right(rng):
     scale = np.tensordot(weights, np.abs(np.asarray(history, np.float64)), axes=1)
     assert np.all(np.abs(found.kernel[...] - exact) <= 8 * oracles.ULP * scale)
     assert np.all(np.abs(expected.kernel[...] - exact) <= 16 * oracles.ULP * scale)
+
+
+def test_the_average_of_an_optimizer_is_read_by_eval_model():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    tx = optax.chain(optax.sgd(0.1), emaopt.params_ema(0.9))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for params in (nnx.state(model, nnx.Param), model):
+        for state in (optimizer.opt_state, optimizer):
+            with pytest.raises(AssertionError, match=r"nnx.eval_model\(optimizer, mo"):
+                emaopt.eval_params(state, params)
+    for wrong in (model, optimizer.opt_state):
+        message = f"optimizer must be an nnx.Optimizer, got {type(wrong).__name__}: "
+        with pytest.raises(TypeError, match=message):
+            emaopt.nnx.eval_model(wrong, optimizer)

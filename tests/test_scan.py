@@ -588,3 +588,9 @@ def test_options_that_do_not_exist(options, error, message):
 def test_where_blocked_does_not_apply(options):
     message = 'method="blocked" needs real values, one decay for all steps, no observed'
     refused(ValueError, message, method="blocked", **options)
+
+
+def test_a_state_of_the_whole_sequence():
+    x = np.ones(4, np.float32)
+    with pytest.raises(AssertionError, match=r"state is of one step: init\(values\[0"):
+        emaopt.scan(emaopt.init(x), x, 0.5)
