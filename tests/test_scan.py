@@ -16,9 +16,9 @@ run_known = jax.jit(emaopt.scan, static_argnames=("decay", *static))
 run_traced = jax.jit(emaopt.scan, static_argnames=static)
 MASKABLE = ("scan", "associative")
 METHODS = (*MASKABLE, "blocked")
-_SLOW = pytest.param("associative", marks=pytest.mark.slow)
-each_maskable = pytest.mark.parametrize("method", ["scan", _SLOW])
-each_method = pytest.mark.parametrize("method", ["scan", _SLOW, "blocked"])
+_SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in ("associative", "blocked")]
+each_maskable = pytest.mark.parametrize("method", ["scan", _SLOW[0]])
+each_method = pytest.mark.parametrize("method", ["scan", *_SLOW])
 T, D = 16, 3
 
 
@@ -241,7 +241,10 @@ def test_merged_scans_are_the_scan_of_both(method, unobserved, values, rng):
 # Schedules, reverse, chunks, trees, empty sequences.
 
 
-@pytest.mark.parametrize(("reverse", "unobserved"), [(False, "hold"), (True, "decay")])
+@pytest.mark.parametrize(
+    ("reverse", "unobserved"),
+    [(False, "hold"), pytest.param(True, "decay", marks=pytest.mark.slow)],
+)
 def test_a_schedule_is_called_with_the_count_as_in_update(
     reverse, unobserved, values, rng
 ):

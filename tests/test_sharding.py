@@ -260,6 +260,7 @@ def test_compensation_needs_temporaries_of_few_leaves(options):
 HOST = "pinned_host"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10),
     reason="on CPU, the compiler places no sharded array in the memory of the host",
