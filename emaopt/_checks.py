@@ -288,9 +288,11 @@ def is_optimizer(optimizer: Any, kind: type) -> None:
 
 def is_of_nnx(tree: Any) -> bool:
     """Whether anything in a tree is of ``flax.nnx``, which is not imported here."""
-    nodes: list[Any] = []
-    jax.tree.leaves(tree, is_leaf=lambda node: nodes.append(type(node)))
-    return any(kind.__module__.startswith("flax.nnx") for kind in nodes)
+
+    def is_one(node: Any) -> bool:
+        return type(node).__module__.startswith("flax.nnx")
+
+    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def kind_of_state(name: str, state: Any, kind: type) -> None:
