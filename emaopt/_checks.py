@@ -381,8 +381,8 @@ def _describe(leaf: Any) -> str:
     """A leaf in an error: its dtype, or its type where it has none."""
     if hasattr(leaf, "dtype"):
         return f"dtype {leaf.dtype}"
-    short = f" {leaf!r}" if isinstance(leaf, (str, bytes)) else ""
-    return type(leaf).__name__ + short
+    kind, value = type(leaf).__name__, repr(leaf)
+    return kind if "\n" in value else f"{kind} {value}"
 
 
 def _path_of(tree: PyTree, index: int) -> jax.tree_util.KeyPath:
