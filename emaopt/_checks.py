@@ -277,22 +277,13 @@ def matched(
     return leaves
 
 
-def is_optimizer(optimizer: Any, kind: type) -> None:
+def nnx_optimizer(optimizer: Any, kind: type) -> None:
     """Raises unless ``optimizer`` is one of nnx."""
     if not isinstance(optimizer, kind):
         raise TypeError(
             f"optimizer must be an nnx.Optimizer, got {type(optimizer).__name__}: call "
             "eval_model(optimizer, model)."
         )
-
-
-def is_of_nnx(tree: Any) -> bool:
-    """Whether anything in a tree is of ``flax.nnx``, which is not imported here."""
-
-    def is_one(node: Any) -> bool:
-        return type(node).__module__.startswith("flax.nnx")
-
-    return any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def kind_of_state(name: str, state: Any, kind: type) -> None:

@@ -159,8 +159,7 @@ def _covers(average: _state.EmaState, params: PyTree) -> set[int]:
     """The numbers of the leaves of ``params`` that ``average`` has."""
     leaves, treedef = jax.tree.flatten(params)
     numbers = treedef.unflatten(range(len(leaves)))
-    advice = _OF_NNX if _checks.is_of_nnx((average, params)) else _OUTSIDE
-    _checks.matched("params", average.m, params, rule="read", advice=advice)
+    _checks.matched("params", average.m, params, rule="read", advice=_DIFFERS)
     mine = jax.tree.map(
         lambda m, number: () if _checks.is_masked(m) else (number,),
         average.m,
@@ -170,11 +169,12 @@ def _covers(average: _state.EmaState, params: PyTree) -> set[int]:
     return set(jax.tree.leaves(mine))
 
 
-_OF_NNX = (
-    "Of an nnx.Optimizer, emaopt.nnx.eval_model(optimizer, model) reads the average."
-)
 _OUTSIDE = (
     "A wrapper that changes the structure of the parameters (optax.flatten, "
     "optax.lookahead, split_real_and_imaginary) belongs inside the chain that "
     "params_ema ends: chain(wrapper(...), params_ema(...))."
+)
+_DIFFERS = (
+    "The average in an nnx.Optimizer is read by emaopt.nnx.eval_model(optimizer, "
+    f"model). {_OUTSIDE}"
 )

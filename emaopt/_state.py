@@ -475,6 +475,7 @@ def merge(earlier: EmaState, later: EmaState) -> EmaState:
 
 @jax.jit
 def _merged(earlier: EmaState, later: EmaState) -> EmaState:
+    """``merge`` of states that fit each other."""
     ms, weights, powers, _, _ = parts(earlier)
     later_ms, later_weights, later_powers, _, _ = parts(later)
     k, n = len(ms), len(weights)

@@ -261,7 +261,7 @@ def eval_model(optimizer: nnx.Optimizer, model: Any, *, which: Any = None) -> An
     >>> print(emaopt.nnx.eval_model(optimizer, model).bias[...])
     [1.666...]
     """
-    _checks.is_optimizer(optimizer, nnx.Optimizer)
+    _checks.nnx_optimizer(optimizer, nnx.Optimizer)
     graph = getattr(optimizer, "graph", None)
     graphdef, chosen, rest = _split(model, optimizer.wrt, graph)
     params = _pure(chosen)

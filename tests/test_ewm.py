@@ -101,7 +101,7 @@ def check_against_pandas(dtype, x, y, parameter, options, least):
 
 # Compiling a program for each set of options is most of the time of these two.
 @pytest.mark.slow
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(ARRAYS, ARRAYS, PARAMETERS, UNBIASED, st.integers(0, 5))
 def test_equals_pandas_in_float32(x, y, parameter, options, least):
     check_against_pandas(np.float32, x, y, parameter, options, least)
@@ -109,7 +109,7 @@ def test_equals_pandas_in_float32(x, y, parameter, options, least):
 
 @pytest.mark.slow
 @hypothesis.settings(
-    max_examples=35,
+    max_examples=60,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @hypothesis.given(ARRAYS, ARRAYS, PARAMETERS, OPTIONS, st.integers(0, 5))

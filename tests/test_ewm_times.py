@@ -95,7 +95,7 @@ GIVEN = hypothesis.given(
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=150)
 @GIVEN
 def test_the_definition_in_float32(arrays, times, form, options, least):
     check(np.float32, arrays, *FORMS[form](times), options, least)
@@ -103,7 +103,7 @@ def test_the_definition_in_float32(arrays, times, form, options, least):
 
 @pytest.mark.slow
 @hypothesis.settings(
-    max_examples=100,
+    max_examples=150,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 @GIVEN

@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import emaopt
 
-# JAX made `set_mesh` a context manager, and later removed the older name.
-
 
 def absorb(transformation, values):
     """The state after calls that leave the parameters at each of the values."""

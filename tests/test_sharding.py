@@ -15,8 +15,6 @@ from oracles import ULP, ema
 
 import emaopt
 
-# JAX renamed it.
-
 SPECS = {
     "fsdp": P("data"),
     "tensor": P(None, "model"),
